@@ -19,7 +19,6 @@ import argparse
 import json
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -156,7 +155,7 @@ def bench(records: timing.Records, case: Case, program: Program, smoke: bool):
     """Returns a row: speed, memory, and the time of each kind of kernel."""
     compiled = program.compiled
     run = program.start()
-    repeats = [seconds_per_call(run, at_least=0.1 if smoke else 1.5) for _ in range(REPEATS)]
+    repeats = [timing.seconds_per_call(run, at_least=0.1 if smoke else 1.5) for _ in range(REPEATS)]
     seconds = statistics.median(repeats)
     memory = compiled.memory_analysis()
     row = case.row | {
@@ -176,31 +175,8 @@ def bench(records: timing.Records, case: Case, program: Program, smoke: bool):
             "kernels_ms": {kind: round(ms, 3) for kind, ms in kernels.items()},
             "busy": sum(kernels.values()) / (1e3 * seconds),
         }
-        row["top_kernels_ms"] = top_kernels(launches)
+        row["top_kernels_ms"] = timing.top_kernels(launches)
     records.add(**row, **against(records.rows, row))
-
-
-def seconds_per_call(run: Callable, at_least: float) -> float:
-    """Times consecutive calls after two warm-up calls."""
-    for _ in range(2):
-        jax.block_until_ready(run())
-    start, calls = time.perf_counter(), 0
-    while True:
-        for _ in range(8):
-            out = run()
-        jax.block_until_ready(out)
-        calls += 8
-        if (elapsed := time.perf_counter() - start) > at_least:
-            return elapsed / calls
-
-
-def top_kernels(launches, count: int = 25) -> dict[str, list]:
-    """Returns {kernel: [milliseconds, launches]} of the slowest kernels."""
-    sums: dict[str, list] = {}
-    for name, ms in launches:
-        entry = sums.setdefault(name[:80], [0.0, 0])
-        entry[0], entry[1] = round(entry[0] + ms, 3), entry[1] + 1
-    return dict(sorted(sums.items(), key=lambda item: -item[1][0])[:count])
 
 
 def same(row: dict) -> tuple:

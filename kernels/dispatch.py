@@ -32,6 +32,7 @@ OPERATIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "quantize_both": ("triton",),
         "quantize_and_sum": ("triton",),
     },
+    "rotations": {"quantize_rotated": ("triton",)},
     "products": {
         "matmul": ("mosaic_gpu", "triton"),
         "matmul_sum": ("mosaic_gpu",),
@@ -44,8 +45,14 @@ OPERATIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "block_weight_gradient": ("mosaic_gpu", "triton"),
         "block_weight_gradient_group": ("mosaic_gpu",),
     },
-    "layer_norm": {"layer_norm": ("triton",), "layer_norm_backward": ("triton",)},
+    "norms": {
+        "layer_norm": ("triton",),
+        "layer_norm_backward": ("triton",),
+        "rms_norm": ("triton",),
+        "rms_norm_backward": ("triton",),
+    },
     "gelu": {"gelu": ("triton",), "gelu_backward": ("triton",)},
+    "gated": {"gated": ("triton",), "gated_backward": ("triton",)},
     "attention": {
         "attention": ("mosaic_gpu", "triton"),
         "attention_backward": ("mosaic_gpu", "triton"),

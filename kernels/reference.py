@@ -20,8 +20,14 @@ from swjax.kernels.formats import (
     round_to_fp8,
     scale_of,
 )
+from swjax.kernels.gated.reference import gated, gated_backward
 from swjax.kernels.gelu.reference import gelu, gelu_backward
-from swjax.kernels.layer_norm.reference import layer_norm, layer_norm_backward
+from swjax.kernels.norms.reference import (
+    layer_norm,
+    layer_norm_backward,
+    rms_norm,
+    rms_norm_backward,
+)
 from swjax.kernels.products.reference import dot, matmul, matmul_sum
 from swjax.kernels.quantizers.reference import (
     dequantize,
@@ -30,6 +36,7 @@ from swjax.kernels.quantizers.reference import (
     quantize_both,
     quantize_by,
 )
+from swjax.kernels.rotations.reference import quantize_rotated, rotate_features
 from swjax.kernels.weight_gradients.reference import weight_gradient, weight_gradient_group
 
 __all__ = [
@@ -45,6 +52,8 @@ __all__ = [
     "dequantize",
     "divide",
     "dot",
+    "gated",
+    "gated_backward",
     "gelu",
     "gelu_backward",
     "layer_norm",
@@ -55,6 +64,10 @@ __all__ = [
     "quantize_and_sum",
     "quantize_both",
     "quantize_by",
+    "quantize_rotated",
+    "rms_norm",
+    "rms_norm_backward",
+    "rotate_features",
     "round_to_fp8",
     "scale_of",
     "weight_gradient",

@@ -46,7 +46,7 @@ def row_tile(producer: str, width: int) -> RowTile:
     """The tile of a row kernel.
 
     Args:
-      producer: "none" (the quantizer alone), "layer_norm", "layer_norm_backward", "gelu" or "gelu_backward".
+      producer: "none" (the quantizer alone), or the operation that is fused with the quantizer.
       width: columns per row.
 
     >>> row_rule(1280)
@@ -59,11 +59,13 @@ def row_tile(producer: str, width: int) -> RowTile:
 def row_rule(width: int) -> RowTile:
     """One row per program: sums need no exchange between rows, and small programs hide each other's latency.
     Chunks are the longest with less than an eighth of the lanes idle and about 40 columns per thread, so that
-    several loads of 16 bytes are in flight."""
-    chunks = (chunk for chunk in (1024, 512, 256, 128) if -width % chunk * 8 <= width)
-    return RowTile(
-        rows=1, chunk=next(chunks, 64), warps=min(max(power_above(width // 40) // 32, 1), 16)
-    )
+    several loads are in flight. Long rows have longer chunks or fewer threads, so that a load has 16 bytes,
+    which are 8 columns of 16 bits."""
+    threads = max(power_above(width // 40), 32)
+    chunks = (4096, 2048, 1024, 512, 256, 128)
+    fit = (c for c in chunks if c <= max(1024, 8 * threads) and -width % c * 8 <= width)
+    chunk = next(fit, 64)
+    return RowTile(rows=1, chunk=chunk, warps=min(threads, max(chunk // 8, 128)) // 32)
 
 
 def row_programs(tile: RowTile, sums: int = 1) -> int:

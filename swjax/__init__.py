@@ -5,11 +5,11 @@ Layers are in `swjax.nnx` and `swjax.linen`, optimizers in `swjax.optax`; import
 
 from swjax import checkpoint_policies
 from swjax.kernels.reference import QTensor, dequantize, quantize
-from swjax.linear.api import mlp, quantize_weight, switchback
+from swjax.linear.api import gated_mlp, mlp, quantize_weight, switchback
 from swjax.linear.contraction import dot_general
 from swjax.linear.layouts import Layout
 from swjax.linear.program import quantized
-from swjax.linear.prologues import Gelu, LayerNorm
+from swjax.linear.prologues import Gelu, LayerNorm, RMSNorm
 from swjax.recipes import KEPT_IN_LLMS, RECIPES, Recipe
 
 __version__ = "0.1.0"
@@ -21,10 +21,12 @@ __all__ = [
     "LayerNorm",
     "Layout",
     "QTensor",
+    "RMSNorm",
     "Recipe",
     "checkpoint_policies",
     "dequantize",
     "dot_general",
+    "gated_mlp",
     "mlp",
     "quantize",
     "quantize_weight",

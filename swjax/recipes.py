@@ -11,9 +11,10 @@ than k and n, so SwitchBack quantizes fwd and dgrad and *switches back* to 16 bi
 `switchback_hadamard` also quantizes wgrad, in blocks of rotated tokens.
 """
 
+import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 R = TypeVar("R")
@@ -34,8 +35,10 @@ class Quantizer:
         token); "channel": a vector of the right operand along the contraction (an output channel of that
         product); "tensor": the whole operand; "block": a column of a block of tokens, only for wgrad.
       block: largest number of tokens per block; 0 for the other scopes.
-      rotation: number of tokens that an orthogonal matrix mixes before a block is quantized, a power of two
-        up to 128; 1 means no rotation. See `swjax.kernels.reference.block_weight_gradient`.
+      rotation: number of neighbours along the contraction (features, and tokens in wgrad) that an
+        orthogonal matrix mixes before they are quantized, a power of two up to 128; 1 means no rotation. If
+        it does not divide the features of a device, its largest power of two that does is used. See
+        `swjax.kernels.rotations`.
 
     Raises:
       ValueError: the dtype or the scope does not exist, or the block or the rotation is invalid.
@@ -53,19 +56,19 @@ class Quantizer:
             )
         if self.scope not in SCOPES:
             raise ValueError(f"Quantizer's scope must be one of {SCOPES}, got {self.scope!r}")
+        if self.rotation not in ROTATIONS:
+            raise ValueError(
+                f"Quantizer's rotation must be one of {ROTATIONS}, got {self.rotation}"
+            )
         if self.scope != "block":
-            if self.block or self.rotation != 1:
+            if self.block:
                 raise ValueError(
                     f"Quantizer(scope={self.scope!r}) has no blocks of tokens: use scope='block'"
                 )
-        elif (
-            self.rotation not in ROTATIONS
-            or not 0 < self.block <= LONGEST_INT8_SUM
-            or self.block % self.rotation
-        ):
+        elif not 0 < self.block <= LONGEST_INT8_SUM or self.block % self.rotation:
             raise ValueError(
-                f"Quantizer(scope='block') needs a rotation in {ROTATIONS} and a block that is a multiple "
-                f"of it and at most {LONGEST_INT8_SUM}, got rotation={self.rotation} and block={self.block}"
+                f"Quantizer(scope='block') needs a block that is a multiple of its rotation and at most "
+                f"{LONGEST_INT8_SUM}, got rotation={self.rotation} and block={self.block}"
             )
 
 
@@ -80,7 +83,8 @@ class Product:
 
     Raises:
       TypeError: an operand has no Quantizer.
-      ValueError: one operand is int8 and the other fp8, or the threshold is negative or NaN.
+      ValueError: one operand is int8 and the other fp8, their rotations differ, or the threshold is negative
+        or NaN.
     """
 
     lhs: Quantizer
@@ -95,6 +99,11 @@ class Product:
             raise ValueError(
                 "Product multiplies int8 with int8, or fp8 with fp8, "
                 f"got {self.lhs.dtype} and {self.rhs.dtype}"
+            )
+        if self.lhs.rotation != self.rhs.rotation:
+            raise ValueError(
+                "Product needs the same rotation for both operands, "
+                f"got {self.lhs.rotation} and {self.rhs.rotation}"
             )
         if not self.outlier_threshold >= 0:  # also refuses NaN
             raise ValueError(
@@ -142,6 +151,23 @@ class Recipe:
                 f"Recipe(save_quantized=True) cannot keep outliers in 16 bits, got "
                 f"outlier_threshold={self.fwd.outlier_threshold}: set it to 0, or save_quantized=False"
             )
+        if (rotation := max(self.fwd.lhs.rotation, self.dgrad.lhs.rotation)) > 1:
+            raise ValueError(
+                f"Recipe(save_quantized=True) cannot rotate features, got rotation={rotation}: each product "
+                "rotates along another axis; set it to 1, or save_quantized=False"
+            )
+
+    def rotating(self, k: int, n: int) -> "Recipe":
+        """The recipe with rotations of fwd that divide k features, and of dgrad that divide n features.
+
+        >>> RECIPES["int8_hadamard"].rotating(96, 128).fwd.lhs.rotation
+        32
+        """
+        fwd, dgrad = (
+            product and _rotating(product, math.gcd(product.lhs.rotation, length))
+            for product, length in ((self.fwd, k), (self.dgrad, n))
+        )
+        return replace(self, fwd=fwd, dgrad=dgrad)
 
     def implementation(self, of_model: str | None) -> str | None:
         """The implementation of a layer with this recipe, in a model that names one for all its layers.
@@ -160,7 +186,14 @@ class Recipe:
                 raise ValueError(
                     f"Recipe({name}=...) sums over features, but blocks contain tokens: use 'block' in wgrad"
                 )
-        if self.wgrad is None or "block" not in (self.wgrad.lhs.scope, self.wgrad.rhs.scope):
+        if self.wgrad is None:
+            return
+        if "block" not in (self.wgrad.lhs.scope, self.wgrad.rhs.scope):
+            if self.wgrad.lhs.rotation > 1:
+                raise ValueError(
+                    "Recipe(wgrad=...) rotates tokens in blocks only, got rotation="
+                    f"{self.wgrad.lhs.rotation}: use scope='block'"
+                )
             return
         blocks = {(q.scope, q.block, q.rotation) for q in (self.wgrad.lhs, self.wgrad.rhs)}
         if len(blocks) > 1 or self.wgrad.outlier_threshold:
@@ -186,6 +219,13 @@ def _rotated(lhs: str, rhs: str) -> Product:
     return Product(Quantizer(lhs, "block", 1024, 128), Quantizer(rhs, "block", 1024, 128))
 
 
+def _rotating(product: Product, rotation: int) -> Product:
+    if product.lhs.rotation == rotation:
+        return product
+    lhs, rhs = (replace(q, rotation=rotation) for q in (product.lhs, product.rhs))
+    return replace(product, lhs=lhs, rhs=rhs)
+
+
 _ROW_TENSOR = Product(_int8("row"), _int8("tensor"))
 _ROW_CHANNEL = Product(_int8("row"), _int8("channel"))
 
@@ -207,6 +247,12 @@ RECIPES: dict[str, Recipe] = {
     # SwitchBack with an int8 wgrad: a Hadamard matrix rotates tokens, and blocks of tokens have scales.
     "switchback_hadamard": Recipe(
         fwd=_ROW_TENSOR, dgrad=_ROW_TENSOR, wgrad=_rotated("int8", "int8")
+    ),
+    # The same, and fwd and dgrad rotate features: for activations with a few large channels.
+    "int8_hadamard": Recipe(
+        fwd=_rotating(_ROW_TENSOR, 128),
+        dgrad=_rotating(_ROW_TENSOR, 128),
+        wgrad=_rotated("int8", "int8"),
     ),
     # LLM.int8(), a baseline: int8 wgrad too, without and with outlier features in 16 bits.
     "llm_int8": _llm_int8(0.0),

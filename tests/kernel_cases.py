@@ -24,9 +24,17 @@ ROW_OPERATIONS = {
     "quantize_and_sum": {},
     "layer_norm": {"epsilon": 1e-6},
     "layer_norm_backward": {"epsilon": 1e-6},
+    "rms_norm": {"epsilon": 1e-6, "offset": 1.0},
+    "rms_norm_backward": {"epsilon": 1e-6, "offset": 1.0},
     "gelu": {"approximate": False},
     "gelu_backward": {"approximate": False},
+    "gated": {"activation": "silu"},
+    "gated_backward": {"activation": "silu"},
 }
+# Those that can quantize their results.
+QUANTIZING = tuple(
+    name for name in ROW_OPERATIONS if name != "quantize_and_sum" and "norm_backward" not in name
+)
 
 
 def normal(shape, dtype="float32", seed=0):
@@ -36,11 +44,15 @@ def normal(shape, dtype="float32", seed=0):
 def row_arguments(operation, x):
     """Returns the arguments of a row operation on x."""
     vectors = normal((2, x.shape[-1]), seed=1)
-    gradient = normal(x.shape, x.dtype, seed=2)
+    gradient, up = (normal(x.shape, x.dtype, seed) for seed in (2, 3))
     return {
         "layer_norm": (x, *vectors),
         "layer_norm_backward": (x, vectors[0], gradient),
+        "rms_norm": (x, vectors[0]),
+        "rms_norm_backward": (x, vectors[0], gradient),
         "gelu_backward": (x, gradient),
+        "gated": (x, up),
+        "gated_backward": (x, up, gradient),
     }.get(operation, (x,))
 
 

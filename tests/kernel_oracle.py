@@ -5,7 +5,7 @@ Written from the documented formulas, independently of `reference.py`: no code i
 
 import ml_dtypes  # noqa: F401  # makes NumPy know the names of bfloat16 and fp8
 import numpy as np
-from scipy.special import ndtr
+from scipy.special import expit, ndtr
 
 LARGEST = {"int8": 127, "float8_e4m3fn": 448, "float8_e5m2": 57344}
 
@@ -49,6 +49,23 @@ def layer_norm_backward(x, gamma, gradient, *, epsilon):
     return dx, column_sums(gradient * normalized), column_sums(gradient)
 
 
+def rms_norm(x, gamma, *, epsilon, offset=0.0):
+    x = wide(x)
+    return x / _rms(x, epsilon) * (offset + wide(gamma)), None
+
+
+def rms_norm_backward(x, gamma, gradient, *, epsilon, offset=0.0):
+    x, gradient = wide(x), wide(gradient)
+    rms = _rms(x, epsilon)
+    v = gradient * (offset + wide(gamma))
+    dx = v / rms - x * np.mean(v * x, -1, keepdims=True) / rms**3
+    return dx, column_sums(gradient * x / rms)
+
+
+def _rms(x, epsilon):
+    return np.sqrt(np.mean(x**2, -1, keepdims=True) + epsilon)
+
+
 def _normalize(x, epsilon):
     x = wide(x)
     deviation = np.sqrt(np.var(x, -1, keepdims=True) + epsilon)
@@ -61,13 +78,34 @@ def gelu(x, *, approximate=False):
 
 
 def gelu_backward(x, gradient, *, approximate=False):
-    x = wide(x)
-    if approximate:
-        gate = _gate(x)
-        slope = gate + x * gate * (1 - gate) * 2 * np.sqrt(2 / np.pi) * (1 + 3 * 0.044715 * x**2)
-    else:
-        slope = ndtr(x) + x * np.exp(-(x**2) / 2) / np.sqrt(2 * np.pi)
+    slope = _gelu_slope(wide(x), approximate)
     return wide(gradient) * slope, None, None  # column sums are tested against the rounded dx
+
+
+def _gelu_slope(x, approximate):
+    if not approximate:
+        return ndtr(x) + x * np.exp(-(x**2) / 2) / np.sqrt(2 * np.pi)
+    gate = _gate(x)
+    return gate + x * gate * (1 - gate) * 2 * np.sqrt(2 / np.pi) * (1 + 3 * 0.044715 * x**2)
+
+
+def gated(gate, up, *, activation="silu"):
+    return _activate(wide(gate), activation)[0] * wide(up), None
+
+
+def gated_backward(gate, up, gradient, *, activation="silu"):
+    value, slope = _activate(wide(gate), activation)
+    up, gradient = wide(up), wide(gradient)
+    return gradient * up * slope, gradient * value, None, None
+
+
+def _activate(x, activation):
+    """Returns the activation and its derivative at x."""
+    if activation == "silu":
+        gate = expit(x)
+        return x * gate, gate * (1 + x * (1 - gate))
+    approximate = activation == "gelu_tanh"
+    return gelu(x, approximate=approximate)[0], _gelu_slope(x, approximate)
 
 
 def _gate(x):

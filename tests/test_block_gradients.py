@@ -12,8 +12,8 @@ import thinning
 from numeric import snr_db
 
 import swjax
-from swjax.kernels.block_weight_gradients.reference import rotate, rotation_matrix
 from swjax.kernels.reference import block_weight_gradient
+from swjax.kernels.rotations.reference import rotate, rotation_matrix
 from swjax.recipes import RECIPES, Product, Quantizer, Recipe
 from swjax.testing import matrix_products
 

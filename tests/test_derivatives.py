@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from numeric import snr_db
 
 import swjax
-from swjax import Gelu, LayerNorm, Layout
+from swjax import Gelu, LayerNorm, Layout, RMSNorm
 from swjax.linear import rules
 from swjax.linear.rules import differentiated_as
 from swjax.recipes import RECIPES
@@ -49,6 +49,11 @@ def exact_norm(a):
     x = a["x"] - jnp.mean(a["x"], -1, keepdims=True)
     x = x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6)
     return x * a["scale"][None, None] + a["shift"][None, None]
+
+
+def exact_rms_norm(a):
+    mean = jnp.mean(a["x"] ** 2, -1, keepdims=True)
+    return a["x"] / jnp.sqrt(mean + 1e-6) * a["scale"][None, None]
 
 
 def dense(x, w, b):
@@ -92,6 +97,18 @@ LAYERS = {
             + a["x"]
         ),
     ),
+    "gated_mlp": (
+        lambda _, mlp, a: gated_mlp(mlp, a),
+        lambda a: (
+            (
+                jax.nn.silu(dense(exact_rms_norm(a), a["w"], 0 * a["b"]))
+                * dense(exact_rms_norm(a), a["w"][::-1], 0 * a["b"])
+            )
+            @ a["w2"]
+            @ jnp.eye(N, K)
+            + a["x"]
+        ),
+    ),
     "mlp": (
         lambda _, mlp, a: mlp_with_residual(mlp, a),
         lambda a: (
@@ -120,6 +137,12 @@ def squares(x):
 def mlp_and_input(mlp, a):
     w2 = a["w2"] @ jnp.eye(N, K)
     return mlp(a["x"], a["w"], a["b"], w2, None, prologue=norm(a), add_input=True)
+
+
+def gated_mlp(mlp, a):
+    weights = a["w"], a["w"][::-1], a["w2"] @ jnp.eye(N, K)
+    options = {"prologue": RMSNorm(a["scale"]), "add_input": True} | mlp.keywords
+    return swjax.gated_mlp(a["x"], *weights, **options)
 
 
 def loss(layer, a):
@@ -242,7 +265,8 @@ def test_gradient_penalty():
 
 
 @pytest.mark.parametrize(
-    "name, kind", thinning.thinned(["layer", "mlp"], [AxisType.Auto, AxisType.Explicit], full=[])
+    "name, kind",
+    thinning.thinned(["layer", "mlp", "gated_mlp"], [AxisType.Auto, AxisType.Explicit], full=[]),
 )
 def test_second_derivatives_of_sharded_arrays(name, kind):
     """The batch and the weights are sharded over the same two devices, so weights are gathered."""

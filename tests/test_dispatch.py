@@ -114,6 +114,8 @@ def test_without_a_gpu_everything_is_xla(operation):
         ((9, 0), "quantize", (array((2**22, 64)),), {}, "triton"),
         ((9, 0), "quantize_by", (array((2**22, 64)), array((1, 1), "float32")), {}, "xla"),
         ((9, 0), "gelu", (array((4, tiles.WIDEST_ROW + 1)),), {}, "xla"),
+        ((9, 0), "gated", (array((4, 28_672)),) * 2, {}, "triton"),
+        ((9, 0), "gated", (array((4, tiles.WIDEST_ROW + 1)),) * 2, {}, "xla"),
         ((8, 6), "layer_norm", (X,), {"quantize_to": "float8_e4m3fn"}, "xla"),
         ((9, 0), "attention", heads(8, 257, 80), {}, ATTENTION),
         ((9, 0), "attention", heads(8, 77, 64), {"causal": True}, "triton"),

@@ -16,6 +16,7 @@ from kernel_cases import (
     DTYPES,
     LAYERS,
     PRODUCTS,
+    QUANTIZING,
     RAGGED_ROWS,
     ROW_OPERATIONS,
     ROWS,
@@ -30,6 +31,7 @@ from kernel_cases import (
 from numeric import FLOOR_DB, FP8_SUM_DB, snr_db
 
 from benchmarks.kernels import shapes
+from swjax.kernels import tiles
 from swjax.kernels.reference import QTensor
 
 # Kernels convert inputs and outputs separately, so not every pair is tested.
@@ -76,10 +78,10 @@ def check_row_operation(operation, implementation, x, quantize_to=None, **option
     if quantize_to:
         options["dtype" if operation == "quantize_and_sum" else "quantize_to"] = quantize_to
     got = run(operation, *arrays, implementation=implementation, **options)
-    quantized = x if operation == "quantize_and_sum" else got[0]
+    read = iter([x] if operation == "quantize_and_sum" else got)  # by the quantizers, in order
     for value, want in zip(got, exact):
         if isinstance(value, QTensor):
-            assert_same_bits(value, oracle.quantize(quantized, dtype=quantize_to or "int8"))
+            assert_same_bits(value, oracle.quantize(next(read), dtype=quantize_to or "int8"))
         elif want is not None:
             assert snr_db(value, want) > FLOOR_DB[value.dtype.name]
     if operation == "gelu_backward":
@@ -151,17 +153,31 @@ def test_row_operations_at_the_widths_of_every_layer(operation, implementation, 
 
 
 @implementations.each(
-    *(name for name in ROW_OPERATIONS if name != "layer_norm_backward"), **RAGGED, **IN_FORMATS
+    *(name for name in ROW_OPERATIONS if "norm_backward" not in name), **RAGGED, **IN_FORMATS
 )
 def test_row_operations_in_every_format(operation, implementation, shape, dtype, target):
     x = normal(shape, dtype)
     check_row_operation(operation, implementation, x, target, **ROW_OPERATIONS[operation])
     if "gelu" in operation and (dtype, target) in FEW_FORMATS:
         check_row_operation(operation, implementation, x, target, **TANH)
+    if "gated" in operation and (dtype, target) in FEW_FORMATS:
+        for activation in ("gelu", "gelu_tanh"):
+            check_row_operation(operation, implementation, x, target, activation=activation)
 
 
-@implementations.each("layer_norm_backward", **RAGGED, **IN_DTYPES)
-def test_gradients_of_layer_norm_in_every_format(operation, implementation, shape, dtype):
+@implementations.each(
+    "gated",
+    "gated_backward",
+    compiled=[(3, 28_672)],
+    interpreted=[(1, tiles.WIDEST_ROW + 4096)],
+    kept=0,
+)
+def test_rows_that_registers_do_not_hold(operation, implementation, shape):
+    check_row_operation(operation, implementation, normal(shape, "bfloat16"), "int8")
+
+
+@implementations.each("layer_norm_backward", "rms_norm_backward", **RAGGED, **IN_DTYPES)
+def test_gradients_of_norms_in_every_format(operation, implementation, shape, dtype):
     """They are not quantized."""
     options = ROW_OPERATIONS[operation]
     check_row_operation(operation, implementation, normal(shape, dtype), **options)
@@ -169,7 +185,9 @@ def test_gradients_of_layer_norm_in_every_format(operation, implementation, shap
 
 @implementations.each(
     "layer_norm",
+    "rms_norm",
     "gelu",
+    "gated",
     **same((3, 5, 48)),
     kept=0,
     options=("target", [(target,) for target in TARGETS]),
@@ -190,8 +208,7 @@ def test_what_is_quantized_does_not_depend_on_what_is_written(
 
 
 @implementations.each(
-    "layer_norm_backward",
-    "gelu_backward",
+    *(name for name in ROW_OPERATIONS if name.endswith("_backward")),
     compiled=[RAGGED_ROWS, (8, 1280)],
     interpreted={
         "triton": [SMALL_RAGGED_ROWS, (2, 1280)],
@@ -202,23 +219,22 @@ def test_what_is_quantized_does_not_depend_on_what_is_written(
 def test_what_a_backward_pass_recomputes_is_what_the_forward_pass_wrote(
     operation, implementation, shape, dtype
 ):
-    x, (gamma, beta) = normal(shape, dtype), normal((2, shape[1]), seed=1)
-    gradient, common = normal(shape, dtype, seed=2), {"implementation": implementation}
-    if operation == "gelu_backward":
-        written, _ = run("gelu", x, **common)
-        *once, nothing = run(operation, x, gradient, **common)
-        *twice, recomputed = run(operation, x, gradient, recompute=True, **common)
+    forward, x = operation.removesuffix("_backward"), normal(shape, dtype)
+    inputs, arrays = row_arguments(forward, x), row_arguments(operation, x)
+    options = ROW_OPERATIONS[operation] | {"implementation": implementation}
+    written, _ = run(forward, *inputs, **options)
+    *once, nothing = run(operation, *arrays, **options)
+    if operation == "layer_norm_backward":
+        arrays = (*arrays, None, inputs[-1])
     else:
-        common["epsilon"] = 1e-6
-        written, _ = run("layer_norm", x, gamma, beta, **common)
-        *once, nothing = run(operation, x, gamma, gradient, **common)
-        *twice, recomputed = run(operation, x, gamma, gradient, None, beta, **common)
+        options["recompute"] = True
+    *twice, recomputed = run(operation, *arrays, **options)
     assert nothing is None
     if implementation != "xla":  # XLA may round differently in each program
         jax.tree.map(np.testing.assert_array_equal, twice, once)
-    if implementation != "xla" and operation == "gelu_backward":
+    if implementation != "xla" and "norm" not in operation:
         np.testing.assert_array_equal(recomputed, written)
-    else:  # the two passes of LayerNorm have different tiles, which sum in different orders
+    else:  # the two passes of norms have different tiles, which sum in different orders
         assert snr_db(recomputed, np.asarray(written, np.float64)) > FLOOR_DB[dtype]
 
 
@@ -455,7 +471,7 @@ def test_extreme_values_quantize_to_the_same_bits(operation, implementation, sha
 @implementations.each(*ROW_OPERATIONS, **same((12, 160)), **IN_DTYPES)
 def test_extreme_rows(operation, implementation, shape, dtype):
     x = extremes(shape, dtype)
-    if "layer_norm" in operation:  # the squares of the largest values overflow in fp32
+    if "norm" in operation or "gated" in operation:  # squares and products overflow in fp32
         x[4] = np.sign(x[4]) * 1000
     for rows in (x[:2], x[4:5], x[5:]):  # one SNR for each magnitude
         check_row_operation(operation, implementation, rows, **ROW_OPERATIONS[operation])
@@ -465,7 +481,7 @@ def test_extreme_rows(operation, implementation, shape, dtype):
 def test_non_finite_rows_stay_visible_and_alone(operation, implementation, shape):
     x = normal(shape, "bfloat16")
     options = dict(ROW_OPERATIONS.get(operation, {}), implementation=implementation)
-    if operation in ("layer_norm", "gelu", "gelu_backward"):
+    if operation in QUANTIZING:
         options["quantize_to"] = "int8"
 
     def rows(x):
@@ -499,17 +515,19 @@ def test_a_non_finite_scale_stays_in_its_row(operation, implementation, shape, d
 
 
 @implementations.each(
-    "layer_norm_backward", **RAGGED, options=("count", [(1,), (3,), (4,)]), few_options=[(3,)]
+    "layer_norm_backward",
+    "rms_norm_backward",
+    **RAGGED,
+    options=("count", [(1,), (3,), (4,)]),
+    few_options=[(3,)],
 )
-def test_gradients_that_layer_norm_adds_in_passing(operation, implementation, shape, count):
+def test_gradients_that_norms_add_in_passing(operation, implementation, shape, count):
     x, gamma = normal(shape, "float16"), normal(shape[1], seed=1)
     *gradients, residual = (normal(x.shape, "float16", seed=seed) for seed in range(2, count + 3))
-    dx, dgamma, dbeta = oracle.layer_norm_backward(
-        x, gamma, np.sum(gradients, 0, np.float64), epsilon=1e-6
-    )
-    got = run(
-        operation, x, gamma, tuple(gradients), residual, implementation=implementation, epsilon=1e-6
-    )
-    assert got[3] is None
-    for a, b in zip(got[:3], (dx + residual, dgamma, dbeta), strict=True):
+    options, total = ROW_OPERATIONS[operation], np.sum(gradients, 0, np.float64)
+    dx, *sums = getattr(oracle, operation)(x, gamma, total, **options)
+    arrays = x, gamma, tuple(gradients), residual
+    *got, nothing = run(operation, *arrays, implementation=implementation, **options)
+    assert nothing is None
+    for a, b in zip(got, (dx + residual, *sums), strict=True):
         assert snr_db(a, b) > FLOOR_DB["float16"]

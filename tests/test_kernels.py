@@ -175,6 +175,31 @@ def test_layer_norm_is_that_of_flax(shape):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), got, want)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rms_norm_has_the_bits_of_flax(dtype):
+    x, gamma, gradient = normal((2, 5, 33), (33,), (2, 5, 33))
+    x = x.astype(dtype)
+    layer = nn.RMSNorm(epsilon=1e-5, dtype=dtype)
+
+    @jax.numpy_dtype_promotion("standard")
+    def flax(x, gamma):
+        return layer.apply({"params": {"scale": gamma}}, x)
+
+    _, gradients = vjp_of(flax, gradient.astype(dtype), x, gamma)
+    for gamma_, offset in ((gamma, 0.0), (gamma - 1, 1.0)):
+        if offset == 0:
+            y, _ = jax.jit(partial(reference.rms_norm, epsilon=1e-5))(x, gamma)
+            np.testing.assert_array_equal(y, jax.jit(flax)(x, gamma))
+        *got, _ = reference.rms_norm_backward(
+            x, gamma_, gradient.astype(dtype), epsilon=1e-5, offset=offset
+        )
+        rtol = 1e-2 if dtype == "bfloat16" else 1e-4
+        jax.tree.map(
+            partial(np.testing.assert_allclose, rtol=rtol, atol=rtol),
+            *(tuple(t.astype("float32") for t in of) for of in (got, gradients)),
+        )
+
+
 @pytest.mark.parametrize("approximate", [False, True])
 def test_gelu_is_that_of_jax(approximate):
     gradient, noise = normal((4, 1000), (4, 1000))
@@ -194,7 +219,13 @@ def test_gelu_is_that_of_jax(approximate):
 def test_fused_quantizers_quantize_the_rounded_result(high_precision, target):
     x, gamma, beta = (t.astype(jnp.bfloat16) for t in normal((6, 64), (64,), (64,)))
     layer_norm = partial(reference.layer_norm, x, gamma, beta, epsilon=1e-6)
-    for operation in (layer_norm, partial(reference.gelu, x)):
+    rms_norm = partial(reference.rms_norm, x, gamma, epsilon=1e-6)
+    for operation in (
+        layer_norm,
+        rms_norm,
+        partial(reference.gelu, x),
+        partial(reference.gated, x, x),
+    ):
         y, q = operation(quantize_to=target, high_precision=high_precision)
         full, _ = operation()
         assert full.dtype == jnp.bfloat16

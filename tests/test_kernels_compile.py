@@ -130,14 +130,27 @@ def test_ragged_products(compiled):
 
 X, HIDDEN = array((65_536, 1280), "bfloat16"), array((65_536, 5120), "bfloat16")
 VECTOR = array((1280,))
+# Widths of Llama-3-8B.
+D, FF = array((16_384, 4096), "bfloat16"), array((16_384, 14_336), "bfloat16")
+D_VECTOR = array((4096,))
 ROWS = {
     "quantize": ((X,), {}),
     "quantize_and_sum": ((HIDDEN,), {"dtype": E5M2}),
+    "quantize_rotated": ((X,), {"rotation": 128}),
     "layer_norm": ((X, VECTOR, VECTOR), {"epsilon": 1e-6, "quantize_to": "int8"}),
     "layer_norm_backward": ((X, VECTOR, X), {"epsilon": 1e-6}),
+    "rms_norm": ((D, D_VECTOR), {"epsilon": 1e-6, "offset": 1.0, "quantize_to": "int8"}),
+    "rms_norm_backward": ((D, D_VECTOR, D), {"epsilon": 1e-6, "recompute": True}),
+    "rms_norm_backward, recomputing": (
+        (D, D_VECTOR, (D,) * 3, D),
+        {"epsilon": 1e-6, "recompute": True},
+    ),
     "layer_norm_backward, recomputing": ((X, VECTOR, (X,) * 3, X, VECTOR), {"epsilon": 1e-6}),
     "gelu": ((HIDDEN,), {"quantize_to": E4M3}),
     "gelu_backward": ((HIDDEN, HIDDEN), {"quantize_to": "int8"}),
+    "gated": ((FF, FF), {"quantize_to": "int8"}),
+    "gated, gelu": ((FF, FF), {"quantize_to": "int8", "activation": "gelu_tanh"}),
+    "gated_backward": ((FF, FF, FF), {"quantize_to": "int8", "recompute": True}),
     "gelu_backward, recomputing": ((HIDDEN, HIDDEN), {"quantize_to": "int8", "recompute": True}),
 }
 
@@ -155,8 +168,8 @@ def test_row_kernels_move_16_bytes_at_a_time(compiled, case, capability, tmp_pat
     assert instructions(kernel, r"ld\.global").keys() == {"ld.global.v4.b32"}
     stores = instructions(kernel, r"st\.global")
     assert stores.keys() <= {"st.global.v4.b32", "st.global.v2.b32", "st.global.b32"}, stores
-    assert stores["st.global.b32"] <= 1  # the scale of a row
-    if operation in ("layer_norm", "layer_norm_backward", "gelu", "gelu_backward"):
+    assert stores["st.global.b32"] <= (2 if operation == "gated_backward" else 1)  # scales of a row
+    if not operation.startswith("quantize"):
         assert instructions(kernel, r"cvt\.rn\.bf16").keys() == {"cvt.rn.bf16x2.f32"}
     assert_no_spills(kernel, tmp_path)
 

@@ -8,7 +8,14 @@ import jax.numpy as jnp
 import kernel_oracle as oracle
 import numpy as np
 import pytest
-from kernel_cases import ROW_OPERATIONS, attention_arguments, normal, operands, row_arguments
+from kernel_cases import (
+    QUANTIZING,
+    ROW_OPERATIONS,
+    attention_arguments,
+    normal,
+    operands,
+    row_arguments,
+)
 from numeric import FLOOR_DB, snr_db
 
 import swjax
@@ -27,7 +34,7 @@ def calls():
         operation: (row_arguments(operation, x), options)
         for operation, options in ROW_OPERATIONS.items()
     }
-    for operation in ("layer_norm", "gelu", "gelu_backward"):
+    for operation in QUANTIZING:
         cases[operation] = (cases[operation][0], cases[operation][1] | {"quantize_to": "int8"})
     cases["quantize"] = ((x,), {"axes": (0, 1), "transpose": True})
     cases["quantize_by"] = ((x, normal((1000, 1)) ** 2), {})
@@ -93,7 +100,7 @@ def test_narrow_rows_of_a_million_tokens(operation, implementation, width):
     arrays = row_arguments(operation, normal((MILLION, width), "bfloat16"))
     options = ROW_OPERATIONS.get(operation, {})
     check_by_xla(operation, implementation, arrays, options)
-    if operation in ("layer_norm", "gelu", "gelu_backward"):
+    if operation in QUANTIZING:
         check_by_xla(operation, implementation, arrays, options | {"quantize_to": "int8"})
 
 

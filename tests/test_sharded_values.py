@@ -36,7 +36,7 @@ from numeric import snr_db
 import swjax
 import swjax.losses
 import swjax.nnx
-from swjax import Gelu, LayerNorm, Layout
+from swjax import Gelu, LayerNorm, Layout, RMSNorm
 from swjax.attention import with_kernels
 from swjax.diagnostics import measure
 from swjax.recipes import RECIPES
@@ -132,10 +132,14 @@ def test_values_of_odd_sizes(case, odd):
     compare(got, one_device("switchback", **odd))
 
 
+PROLOGUES = {"layer_norm": LayerNorm, "rms_norm": RMSNorm, "gelu": Gelu}
+PARAMETERS = {"layer_norm": 2, "rms_norm": 1, "gelu": 0}
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "prologue, case",
-    thinning.thinned(["layer_norm", "gelu"], ["hybrid", "fsdp_row", "fsdp_column"], full=[]),
+    thinning.thinned(list(PROLOGUES), ["hybrid", "fsdp_row", "fsdp_column"], full=[]),
 )
 @pytest.mark.parametrize("name", ["switchback", release("switchback_m"), release("standard")])
 def test_values_after_a_prologue(name, prologue, case, kind):
@@ -145,10 +149,10 @@ def test_values_after_a_prologue(name, prologue, case, kind):
     plain = arrays()
 
     def layer(layout, x, w, bias, affine):
-        before = LayerNorm(*affine) if prologue == "layer_norm" else Gelu()
+        before = PROLOGUES[prologue](*affine)
         return swjax.switchback(x, w, bias, recipe=name, prologue=before, layout=layout)
 
-    affine = (draw(K, seed=4), draw(K, seed=5)) if prologue == "layer_norm" else ()
+    affine = tuple(draw(K, seed=4 + i) for i in range(PARAMETERS[prologue]))
     want = jax.jit(partial(gradients, partial(layer, None)))((*plain[:3], affine), plain[3])
     with jax.set_mesh(mesh):
         affine = tuple(put(t, mesh) for t in affine)
@@ -197,6 +201,23 @@ def test_values_of_an_mlp(add_input, sizes, kind):
     want = jax.jit(partial(gradients, alone))(*mlp_arguments())
     with jax.set_mesh(mesh):
         got = jax.jit(partial(gradients, whole))(*mlp_arguments(mesh))
+    compare(got, want, "bfloat16")
+
+
+@pytest.mark.parametrize("kind", [release("auto"), "explicit"])
+@pytest.mark.parametrize("sizes", [release((2, 4, 1)), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("name", ["switchback", release("switchback_hadamard")])
+def test_values_of_a_gated_mlp(name, sizes, kind):
+    """The weights of gate and up may be sharded differently on explicit meshes."""
+    mesh = make_mesh(sizes, KINDS[kind])
+
+    def block(layouts, x, w1, b1, w2, b2, scale, shift):
+        options = {"prologue": RMSNorm(scale), "recipe": name, "layouts": layouts}
+        return swjax.gated_mlp(x, w1, w1 * b1[None], w2, add_input=True, **options)
+
+    want = jax.jit(partial(gradients, partial(block, (None, None))))(*mlp_arguments())
+    with jax.set_mesh(mesh):
+        got = jax.jit(partial(gradients, partial(block, MLP_LAYOUTS)))(*mlp_arguments(mesh))
     compare(got, want, "bfloat16")
 
 

@@ -26,7 +26,7 @@ def study(monkeypatch):
     return study
 
 
-@pytest.mark.parametrize("name", ["study", "paired", "spikes"])
+@pytest.mark.parametrize("name", ["study", "paired", "spikes", "language", "python_text"])
 def test_examples(study, name):
     failed, tried = doctest.testmod(importlib.import_module(name))
     assert tried and not failed
@@ -52,11 +52,23 @@ def test_spikes_in_int8_and_bf16(study, capsys):
 
 @pytest.mark.release
 @pytest.mark.parametrize(
-    "name", ["emoji", "icons", "icons_optimizers", "optimizers", "spikes", "weight_gradients"]
+    "study_command",
+    [
+        "emoji",
+        "icons",
+        "icons_optimizers",
+        "optimizers",
+        "spikes",
+        "weight_gradients",
+        "language main",
+        "language planted",
+        "language rates",
+    ],
 )
-def test_shortest_form(name, tmp_path):
+def test_shortest_form(study_command, tmp_path):
     out = tmp_path / "out.json"
-    command = [sys.executable, STUDIES / f"{name}.py", "--smoke", f"--out={out}"]
+    name, *chosen = study_command.split()
+    command = [sys.executable, STUDIES / f"{name}.py", *chosen, "--smoke", f"--out={out}"]
     environment = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
@@ -256,3 +268,71 @@ def test_keys_of_the_config_that_a_study_changes(study):
     assert "set" not in key
     trainer = icons.make_trainer(("synthetic", "", ""), "B", "standard", 100, 10, 8, (change,))
     assert trainer.cfg.patch_dropout == 0
+
+
+def language_runs(**values_of_arms):
+    return [
+        {"key": {"arm": arm, "seed": seed}, "result": {"val": value, "start": "corpus"}}
+        for arm, values in values_of_arms.items()
+        for seed, value in enumerate(values)
+    ]
+
+
+def test_language_models_are_compared_with_the_mean_of_bf16_and_its_control(study):
+    """Seeds without all of them are ignored, and a run that diverged is counted."""
+    language = importlib.import_module("language")
+    some = language_runs(
+        bf16=[0.70, 0.60, 0.64, 0.66, 0.5],
+        control=[0.702, 0.602, 0.642, 0.662],
+        switchback=[0.7012, 0.6012, 0.6408, 0.6608, 0.5],
+        llm_int8=[0.711, 0.611, 0.651, math.nan],
+    )
+    control, switchback, llm_int8 = language.summary(some)
+    assert control["mean"] == pytest.approx(0.002) and control["pairs"] == 4
+    assert switchback["mean"] == pytest.approx(0, abs=1e-9) and switchback["pairs"] == 4
+    assert language.verdict(switchback) == "equivalent"
+    assert llm_int8["mean"] == pytest.approx(0.01) and llm_int8["pairs"] == 3
+    assert language.verdict(llm_int8) == "diverged"  # three equal differences have no t-test
+
+
+def test_planted_outliers_leave_the_function_as_it_is(study):
+    """Six channels after each norm grow, the model's logits do not change."""
+    import jax
+    from flax import nnx
+
+    language = importlib.import_module("language")
+    from examples.language_model.model import Config, Llama
+
+    config = Config(16, 32, 2, 1, 1, dtype="float32")
+    model = nnx.jit(lambda: Llama(config, rngs=nnx.Rngs(0)))()
+    logits = nnx.jit(lambda model: model(jnp.arange(8)[None]))
+    before = logits(model)
+    plant = jax.jit(language.planted, static_argnames="gain")
+    nnx.update(model, plant(nnx.to_pure_dict(nnx.state(model)), gain=30.0))
+    scale = model.blocks[0].mlp_norm.scale[...]
+    assert sorted(set(scale.tolist())) == [1, 30] and scale.tolist().count(30) == 6
+    np.testing.assert_allclose(logits(model), before, atol=1e-5)
+
+
+def test_a_corpus_has_no_copies_and_holds_out_packages(study, tmp_path):
+    text = importlib.import_module("python_text")
+    for package in ("one", "two", "three"):
+        folder = tmp_path / "packages" / package
+        folder.mkdir(parents=True)
+        lines = [f"{package} = {i}" for i in range(30)]
+        (folder / "a.py").write_text("\n".join(lines))
+        (folder / "copy.py").write_text("\n".join(["# a copy", *lines[:-1]]))
+        (folder / "other.md").write_text(f"# {package}\n")
+        (folder / "binary.txt").write_bytes(b"\0\1")
+    corpus = text.load(tmp_path / "cache", roots=[tmp_path / "packages"])
+    assert corpus.manifest["files"] == {"found": 12, "read": 9, "kept": 6}
+    (held_out,) = corpus.manifest["held_out"]
+    for name in corpus.manifest["packages"]:
+        own, other = corpus.val, corpus.train
+        if name != held_out:
+            own, other = other, own
+        assert bytes(own).count(f"{name} = 7\n".encode()) == 1
+        assert name.encode() not in bytes(other)
+    (tmp_path / "cache" / "val.bin").write_bytes(b"changed")
+    with pytest.raises(SystemExit, match="is not what manifest.json says: delete"):
+        text.load(tmp_path / "cache")

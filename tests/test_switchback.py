@@ -279,6 +279,43 @@ def test_of_what_a_prologue_writes_again_nothing_is_kept():
     assert kept[0] == kept[1] and jnp.array_equal(*dws)
 
 
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+def test_a_gated_mlp_in_every_form_of_its_weights(activation):
+    """`standard` in float32 has the values and the gradients of the plain code."""
+    x, gate, _, _ = arrays((3, 7, 32), 48)
+    up, down = gate[::-1] * 2, gate[:, ::-1].T
+    act = {"silu": jax.nn.silu, "gelu": partial(jax.nn.gelu, approximate=False)}
+    act["gelu_tanh"] = jax.nn.gelu
+    plain = lambda x, gate, up, down: (act[activation](x @ gate) * (x @ up)) @ down
+    fused = partial(swjax.gated_mlp, activation=activation, recipe="standard")
+    forms = (
+        fused,
+        lambda x, gate, up, down: fused(x, jnp.stack([gate, up]), None, down),
+        lambda x, gate, up, down: fused(x, jnp.concatenate([gate, up], 1), None, down),
+    )
+
+    def results(form):
+        y, vjp = jax.vjp(form, x, gate, up, down)
+        return y, *vjp(x)
+
+    want = results(plain)
+    for got in map(results, forms):
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), got, want)
+
+
+def test_a_gated_mlp_saves_two_hidden_arrays():
+    """Of its activations: x, gate and up; with a norm before it, the backward pass recomputes its output."""
+    x, w, _, _ = arrays((64, 32), 48, "bfloat16")
+
+    def residual_bytes(x, gate, up, down):
+        norm = swjax.RMSNorm(jnp.ones(32))
+        _, vjp = jax.vjp(partial(swjax.gated_mlp, prologue=norm), x, gate, up, down)
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(vjp))
+
+    quantized = 3 * (w.size + 4)
+    assert residual_bytes(x, w, 2 * w, w.T) == x.nbytes + 2 * 64 * 48 * 2 + quantized + 32 * 4
+
+
 def test_memory_efficient_and_vector_wise_combine():
     q = RECIPES["switchback_q"]
     x, w, _, g = arrays((48, 32), 24)
@@ -467,8 +504,28 @@ def test_a_gelu_and_a_residual_connection_on_a_mesh(kind):
             "implementation must be one of xla, triton, mosaic_gpu or None",
         ),
         (
+            lambda x, w: swjax.gated_mlp(x, w, w, w.T, activation="relu"),
+            "activation must be one of silu, gelu, gelu_tanh, got 'relu': apply others between",
+        ),
+        (
+            lambda x, w: swjax.gated_mlp(x, w, None, w.T),
+            r"w_gate must be an array \[2, k, h\] or \[k, 2 h\] if w_up is None, got \(3, 5\): pass both",
+        ),
+        (
+            lambda x, w: swjax.gated_mlp(x, w, w[:, :2], w.T),
+            r"w_gate and w_up must have one shape, got \(3, 5\) and \(3, 2\)",
+        ),
+        (
+            lambda x, w: swjax.gated_mlp(x, w, w, w),
+            r"got x \(4, 5\) and w \(3, 5\)",
+        ),
+        (
+            lambda x, w: swjax.switchback(x, w, prologue=swjax.RMSNorm(jnp.ones(5))),
+            r"RMSNorm's scale must be an array of the shape \(3,\) of x's features, got \(5,\)",
+        ),
+        (
             lambda x, w: swjax.switchback(x, w, prologue=jax.nn.gelu),
-            "prologue must be a swjax.LayerNorm, a swjax.Gelu or None, got <",
+            "prologue must be a swjax.LayerNorm, a swjax.RMSNorm, a swjax.Gelu or None, got <",
         ),
         (
             lambda x, w: swjax.switchback(

@@ -230,12 +230,39 @@ def producers(m: int, k: int, n: int) -> Iterator[Case]:
         yield case(name, "gelu_backward", arrays=(x, gradient), options=options)
 
 
+def language_cases(layer: LinearShape) -> Iterator[Case]:
+    """Yields the producers of the blocks of every language model, as layers call them; once for a block."""
+    if layer.k != layer.n:
+        return
+    models = {(layers[-1][1], layers[-1][0]) for layers in shapes.LANGUAGE_MODELS.values()}
+    m, models = (
+        (layer.tokens, {(64, 192)}) if layer == SMOKE["out"] else (shapes.LANGUAGE_TOKENS, models)
+    )
+    for width, hidden in sorted(models):
+        x, residual, gradient = (timing.random(m, width) for _ in range(3))
+        gamma = timing.random(width, dtype="float32")
+        case = partial(Case, shape=f"{m}x{width}")
+        options = {"epsilon": 1e-6, "quantize_to": "int8", "high_precision": False}
+        yield case("rms_norm + quantize", "rms_norm", arrays=(x, gamma), options=options)
+        options, arrays = {"epsilon": 1e-6, "recompute": True}, (x, gamma, gradient, residual)
+        yield case("rms_norm_backward", "rms_norm_backward", arrays=arrays, options=options)
+
+        gate, up, gradient = (timing.random(m, hidden) for _ in range(3))
+        case = partial(Case, shape=f"{m}x{hidden}")
+        options = {"quantize_to": "int8", "high_precision": False}
+        yield case("gated + quantize", "gated", arrays=(gate, up), options=options)
+        options, arrays = {"quantize_to": "int8", "recompute": True}, (gate, up, gradient)
+        name = "gated_backward + quantize"
+        yield case(name, "gated_backward", arrays=arrays, options=options)
+
+
 CASES = {
     "products": product_cases,
     "weight_gradients": weight_gradient_cases,
     "groups": group_cases,
     "passes": pass_cases,
     "attention": attention_cases,
+    "language_models": language_cases,
 }
 
 

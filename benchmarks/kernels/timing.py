@@ -21,7 +21,8 @@ from swjax.kernels import reference
 from swjax.kernels.reference import QTensor
 from swjax.training.log import environment
 
-PACKAGES = ("jax", "jaxlib", "triton", "jax-triton", "torch", "torchao", "transformer-engine")
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "qwix", "triton", "jax-triton")
+PACKAGES += ("torch", "torchao", "transformer-engine")
 # Limit in bytes of the outputs, since those of all iterations are kept until the last has run.
 MEMORY = 24 * 2**30
 _keys = itertools.count()
@@ -108,6 +109,29 @@ def wall(function, *arrays, iterations: int = 12) -> float:
     return 1e6 * (time.perf_counter() - start) / iterations
 
 
+def seconds_per_call(run: Callable, at_least: float) -> float:
+    """Times consecutive calls after two warm-up calls."""
+    for _ in range(2):
+        jax.block_until_ready(run())
+    start, calls = time.perf_counter(), 0
+    while True:
+        for _ in range(8):
+            out = run()
+        jax.block_until_ready(out)
+        calls += 8
+        if (elapsed := time.perf_counter() - start) > at_least:
+            return elapsed / calls
+
+
+def top_kernels(launches, count: int = 25) -> dict[str, list]:
+    """Returns {kernel: [milliseconds, launches]} of the slowest kernels."""
+    sums: dict[str, list] = {}
+    for name, ms in launches:
+        entry = sums.setdefault(name[:80], [0.0, 0])
+        entry[0], entry[1] = round(entry[0] + ms, 3), entry[1] + 1
+    return dict(sorted(sums.items(), key=lambda item: -item[1][0])[:count])
+
+
 def closeness(value, specification) -> dict:
     """Compares a result with the specification's: {"snr_db": of its worst array, "identical": bit for bit}.
 
@@ -139,6 +163,7 @@ def machine() -> dict:
     """Returns the device, command, date and versions of a measurement."""
     return {
         "device": jax.devices()[0].device_kind,
+        "commit": environment.commit(),
         "command": environment.command(),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "versions": {package: environment.version(package) for package in PACKAGES},

@@ -29,6 +29,7 @@ from benchmarks.kernels import shapes, timing
 from swjax.kernels import dispatch, reference, tiles
 from swjax.kernels.products.tiles import MOSAIC_RULE, MosaicTile, TritonTile, triton_rule
 from swjax.kernels.reference import QTensor
+from swjax.kernels.rotations.tiles import rotation_tile
 from swjax.kernels.tiles import RowTile
 
 GAIN = 0.02
@@ -98,6 +99,12 @@ def _works(tokens: int) -> Iterator[Work]:
         for k, n in layers:
             yield implementation_work("weight_gradient", tokens, k, n)
             yield row_work("none", tokens, k)
+            yield row_work("rotated", tokens, k)
+        width, hidden = layers[-1][::-1]
+        for producer in ("rms_norm", "rms_norm_backward"):
+            yield row_work(producer, tokens, width)
+        for producer in ("gated", "gated_backward"):
+            yield row_work(producer, tokens, hidden)
 
 
 def product_shapes(width: int) -> list[tuple[int, int]]:
@@ -107,24 +114,30 @@ def product_shapes(width: int) -> list[tuple[int, int]]:
 
 
 def row_work(producer: str, tokens: int, width: int) -> Work:
-    rule = tiles.row_rule(width)
+    rotated = producer == "rotated"
+    rule = rotation_tile(width) if rotated else tiles.row_rule(width)
     cuts = [
         RowTile(rows, chunk, warps, stages)
         for chunk in {rule.chunk, max(rule.chunk // 2, 128)}
         for rows in (1, 2, 4)
         for warps in (1, 2, 4, 8, 16)
         if 8 <= rows * width / (32 * warps) <= 100  # values a thread holds
-        and rows * chunk >= 64 * warps  # each value is in one thread
-        for stages in ((1,) if producer == "layer_norm" else (1, 2, 3))
+        and rows * chunk >= (2048 if rotated else 64 * warps)  # each value is in one thread
+        for stages in ((1,) if producer in ("layer_norm", "rms_norm") else (1, 2, 3))
     ]
     x = jax.ShapeDtypeStruct((tokens, width), jnp.bfloat16)
     parameter = jax.ShapeDtypeStruct((width,), jnp.float32)
     arrays = {
         "none": (x,),
+        "rotated": (x,),
         "layer_norm": (x, parameter, parameter),
         "layer_norm_backward": (x, parameter, x, x, x, x),
+        "rms_norm": (x, parameter),
+        "rms_norm_backward": (x, parameter, x, x, x, x),
         "gelu": (x,),
         "gelu_backward": (x, x),
+        "gated": (x, x),
+        "gated_backward": (x, x, x),
     }[producer]
     candidates = [tile for tile in cuts if tile != rule]
     path = ("rows", producer, str(width))
@@ -137,6 +150,9 @@ def row_function(producer: str, tile: RowTile) -> Callable:
         module = dispatch.module_of("triton", "quantize")
         rows = partial(module.quantize_rows, dtype="int8", tile=tile)
         return lambda x: (rows(x), rows(x, total=True))  # of activations; of gradients
+    if producer == "rotated":
+        kernel = dispatch.kernel("triton", "quantize_rotated")
+        return partial(kernel, rotation=128, tile=tile)
     if producer == "layer_norm_backward":
         kernel = dispatch.kernel("triton", producer)
         backward = partial(kernel, epsilon=1e-6, tile=tile)
@@ -144,10 +160,22 @@ def row_function(producer: str, tile: RowTile) -> Callable:
             backward(x, gamma, gradients[0], residual, gamma),
             backward(x, gamma, gradients, residual, gamma),
         )
+    if producer == "rms_norm_backward":
+        kernel = dispatch.kernel("triton", producer)
+        backward = partial(kernel, epsilon=1e-6, recompute=True, tile=tile)
+        return (
+            lambda x, gamma, residual, *gradients: (  # before an MLP, whose layers' kernel adds; attention
+                backward(x, gamma, gradients[0], residual),
+                backward(x, gamma, gradients, residual),
+            )
+        )
     options = {
         "layer_norm": {"epsilon": 1e-6, "high_precision": False},
+        "rms_norm": {"epsilon": 1e-6, "high_precision": False},
         "gelu": {"high_precision": False},
         "gelu_backward": {"recompute": True},
+        "gated": {"high_precision": False},
+        "gated_backward": {"recompute": True},
     }[producer]
     return partial(dispatch.kernel("triton", producer), quantize_to="int8", tile=tile, **options)
 

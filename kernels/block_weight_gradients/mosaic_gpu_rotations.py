@@ -22,10 +22,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from swjax.kernels import tiles
-from swjax.kernels.block_weight_gradients.reference import rotation_matrix
 from swjax.kernels.formats import INVERSE, LARGEST, SMALLEST_ABSMAX
 from swjax.kernels.mosaic_gpu import pipeline
 from swjax.kernels.mosaic_gpu.pipeline import Ref
+from swjax.kernels.rotations.reference import rotation_matrix
 
 ROTATION = 128  # tokens
 COLUMNS = 64  # rows of a product of one warpgroup

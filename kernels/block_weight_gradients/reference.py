@@ -1,17 +1,14 @@
 """The 8-bit weight gradient: tokens are rotated, and each column and block of tokens has a scale."""
 
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from swjax.kernels.formats import QTensor, to_float32
+from swjax.kernels.formats import QTensor
 from swjax.kernels.products.reference import matmul
 from swjax.kernels.quantizers.reference import quantize
-
-_SIGNS = 0x243F6A8885A308D313198A2E03707344  # the first 128 bits of the fraction of pi
+from swjax.kernels.rotations.reference import rotate
 
 
 def block_weight_gradient(
@@ -137,52 +134,3 @@ def rotated_blocks(x: jax.Array, block: int, rotation: int) -> jax.Array:
     count, length = cut_into_blocks(x.shape[0], block, rotation)
     padded = jnp.pad(x, ((0, count * length - x.shape[0]), (0, 0)))
     return rotate(padded.reshape(count, length, x.shape[1]), rotation)
-
-
-def rotate(x: jax.Array, rotation: int) -> jax.Array:
-    """Multiplies each group of tokens by ``sqrt(rotation) H``, where H is orthogonal.
-
-    ``sqrt(rotation) H`` is a Hadamard matrix of 1 and -1 whose columns have fixed signs, the same in every
-    step, on every device and in every group. The products with 1 and -1 are exact; their sum is in float32.
-
-    Args:
-      x: [..., tokens, n] float16, bfloat16 or float32; `rotation` divides tokens.
-      rotation: see `block_weight_gradient`.
-
-    Returns:
-      float32 [..., tokens, n].
-
-    >>> rotate(jnp.array([[3.0], [1.0]]), 2).tolist()
-    [[4.0], [2.0]]
-    """
-    if rotation == 1:
-        return to_float32(x)
-    # 16-bit products are slow on CPUs.
-    x = to_float32(x) if jax.default_backend() == "cpu" else x
-    groups = x.reshape(*x.shape[:-2], x.shape[-2] // rotation, rotation, x.shape[-1])
-    mixed = jnp.einsum(
-        "rt,...tn->...rn",
-        jnp.asarray(rotation_matrix(rotation), x.dtype),
-        groups,
-        precision="highest",
-        preferred_element_type=jnp.float32,
-    )
-    return mixed.reshape(x.shape)
-
-
-def rotation_matrix(size: int) -> np.ndarray:
-    """``sqrt(size) H``: int8 [size, size] of 1 and -1 with orthogonal rows.
-
-    Args:
-      size: a power of two, up to 128.
-
-    >>> rotation_matrix(4) @ rotation_matrix(4).T
-    array([[4, 0, 0, 0],
-           [0, 4, 0, 0],
-           [0, 0, 4, 0],
-           [0, 0, 0, 4]], dtype=int8)
-    """
-    matrix = np.ones((1, 1), np.int8)
-    for _ in range(int(math.log2(size))):
-        matrix = np.kron(np.array([[1, 1], [1, -1]], np.int8), matrix)
-    return matrix * np.array([1 - 2 * (_SIGNS >> i & 1) for i in range(size)], np.int8)

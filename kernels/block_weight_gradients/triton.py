@@ -8,8 +8,9 @@ import triton
 import triton.language as tl
 
 from swjax.kernels.availability import Unavailable
-from swjax.kernels.block_weight_gradients.reference import cut_into_blocks, rotation_matrix
+from swjax.kernels.block_weight_gradients.reference import cut_into_blocks
 from swjax.kernels.formats import INVERSE, LARGEST
+from swjax.kernels.rotations.reference import rotation_matrix
 from swjax.kernels.triton_gpu import launcher
 from swjax.kernels.triton_gpu.arithmetic import nan_maximum, to_quantized
 from swjax.kernels.triton_gpu.chunks import SMALLEST

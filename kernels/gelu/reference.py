@@ -59,13 +59,15 @@ def gelu_backward(
     >>> dx.tolist(), total.tolist()
     ([[0.5, 1.0]], [0.5, 1.0])
     """
-    exact, gradient = to_float32(x), to_float32(gradient)
     y = gelu(x, approximate=approximate)[0] if recompute else None
-    if approximate:
-        _, vjp = jax.vjp(jax.nn.gelu, exact)
-        (dx,) = vjp(gradient)
-    else:
-        density = jnp.exp(-0.5 * exact**2) * jnp.float32(1 / math.sqrt(2 * math.pi))
-        dx = gradient * (jax.scipy.special.ndtr(exact) + exact * density)
-    dx = dx.astype(x.dtype)
+    dx = gelu_vjp(to_float32(x), to_float32(gradient), approximate).astype(x.dtype)
     return dx, quantized_output(dx, quantize_to, False)[1], row_sum(dx), y
+
+
+def gelu_vjp(x: jax.Array, gradient: jax.Array, approximate: bool) -> jax.Array:
+    """The gradient times the derivative of GELU at x, all in fp32."""
+    if approximate:
+        _, vjp = jax.vjp(jax.nn.gelu, x)
+        return vjp(gradient)[0]
+    density = jnp.exp(-0.5 * x**2) * jnp.float32(1 / math.sqrt(2 * math.pi))
+    return gradient * (jax.scipy.special.ndtr(x) + x * density)

@@ -8,7 +8,7 @@ import triton.language as tl
 from swjax.kernels import tiles
 from swjax.kernels.formats import QTensor
 from swjax.kernels.triton_gpu import chunks, launcher
-from swjax.kernels.triton_gpu.arithmetic import nan_maximum, round_to
+from swjax.kernels.triton_gpu.arithmetic import nan_maximum, reciprocal, round_to
 from swjax.kernels.triton_gpu.chunks import (
     load_chunk,
     round_chunk,
@@ -21,21 +21,13 @@ from swjax.kernels.triton_gpu.chunks import (
 
 
 @triton.jit
-def _reciprocal(x):
-    """1 / x, approximately."""
-    return tl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-    )
-
-
-@triton.jit
 def _normal_tail(x):
     """P(X > |x|) for a standard normal X, with relative error 1e-6, and exp(-x**2 / 2).
 
     The tail is 0.5 erfcx(z) exp(-z**2) with z = |x| / sqrt(2). erfcx is a polynomial in t = 1 / (1 + 0.38 z),
-    a minimax fit. The cost is one _reciprocal and one exponential, as in the tanh form.
+    a minimax fit. The cost is one reciprocal and one exponential, as in the tanh form.
     """
-    t = _reciprocal(tl.fma(tl.abs(x), 0.38 * 0.7071067811865476, 1.0))
+    t = reciprocal(tl.fma(tl.abs(x), 0.38 * 0.7071067811865476, 1.0))
     p = tl.fma(t, -0.06268340327314895, 0.16792059162792555)
     p = tl.fma(t, p, -0.034805477355772395)
     p = tl.fma(t, p, 0.12379693751587756)
@@ -51,12 +43,12 @@ def _tanh_gate(x):
     """0.5 (1 + tanh(u)), which is P(X < x) in the tanh form, and du/dx."""
     square = x * x
     u = x * tl.fma(square, 0.7978845608028654 * 0.044715, 0.7978845608028654)
-    gate = _reciprocal(1.0 + tl.exp2(u * -2.8853900817779268))
+    gate = reciprocal(1.0 + tl.exp2(u * -2.8853900817779268))
     return gate, tl.fma(square, 0.7978845608028654 * 0.134145, 0.7978845608028654)
 
 
 @triton.jit
-def _gelu_value(x, TANH: tl.constexpr):
+def gelu_value(x, TANH: tl.constexpr):
     """GELU of x."""
     if TANH:
         gate, _ = _tanh_gate(x)
@@ -67,7 +59,7 @@ def _gelu_value(x, TANH: tl.constexpr):
 
 
 @triton.jit
-def _gelu_slope(x, TANH: tl.constexpr):
+def gelu_slope(x, TANH: tl.constexpr):
     """The derivative of GELU at x."""
     if TANH:
         gate, du = _tanh_gate(x)
@@ -103,7 +95,7 @@ def _gelu_kernel(
         for i in tl.static_range(CHUNKS):
             # Loads in pairs made this compute-bound kernel 1 to 5% slower.
             x = load_chunk(x_ptr, block, i, M, WIDTH, ROWS, CHUNK, False)
-            xs = xs + (_gelu_value(x, TANH),)
+            xs = xs + (gelu_value(x, TANH),)
         ys = ()
         absmax = smallest_absmax(ROWS, CHUNK)
         for i in tl.static_range(CHUNKS):
@@ -179,9 +171,9 @@ def _gelu_backward_kernel(
             x = load_chunk(x_ptr, block, i, M, WIDTH, ROWS, CHUNK)
             gradient = load_chunk(gradient_ptr, block, i, M, WIDTH, ROWS, CHUNK)
             if RECOMPUTE:
-                y = round_to(_gelu_value(x, TANH), dtype)[0]
+                y = round_to(gelu_value(x, TANH), dtype)[0]
                 store_chunk(y_ptr, y, block, i, M, WIDTH, ROWS, CHUNK)
-            xs = xs + (gradient * _gelu_slope(x, TANH),)
+            xs = xs + (gradient * gelu_slope(x, TANH),)
         dxs = ()
         absmax = smallest_absmax(ROWS, CHUNK)
         totals = ()

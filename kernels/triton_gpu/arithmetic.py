@@ -58,3 +58,11 @@ def to_float32(x, PAIRS: tl.constexpr):
         )
     else:
         return x.to(tl.float32)
+
+
+@triton.jit
+def reciprocal(x):
+    """1 / x, approximately."""
+    return tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )

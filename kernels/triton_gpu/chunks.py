@@ -119,20 +119,24 @@ def row_sum(xs, CHUNKS: tl.constexpr):
 
 @triton.jit
 def moments(
-    xs, WIDTH: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, EPSILON: tl.constexpr
-):
-    """Returns rows minus their mean (zero past the edge), and reciprocals of their standard deviations."""
-    mean = row_sum(xs, CHUNKS) * (1.0 / WIDTH)
-    centred = ()
+    xs, WIDTH: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, EPSILON: tl.constexpr,
+    CENTRED: tl.constexpr,
+):  # fmt: skip
+    """Returns rows, minus their mean if CENTRED (zero past the edge), and reciprocals of their deviations."""
+    if CENTRED:
+        mean = row_sum(xs, CHUNKS) * (1.0 / WIDTH)
+    rows = ()
     squares = ()
     for i in tl.static_range(CHUNKS):
-        x = xs[i] - mean
-        if WIDTH % CHUNK != 0:
-            x = tl.where((i * CHUNK + tl.arange(0, CHUNK) < WIDTH)[None, :], x, 0.0)
-        centred = centred + (x,)
+        x = xs[i]
+        if CENTRED:
+            x = x - mean
+            if WIDTH % CHUNK != 0:
+                x = tl.where((i * CHUNK + tl.arange(0, CHUNK) < WIDTH)[None, :], x, 0.0)
+        rows = rows + (x,)
         squares = squares + (x * x,)
     deviation = tl.sqrt_rn(row_sum(squares, CHUNKS) * (1.0 / WIDTH) + EPSILON)
-    return centred, tl.div_rn(tl.full(deviation.shape, 1.0, tl.float32), deviation)
+    return rows, tl.div_rn(tl.full(deviation.shape, 1.0, tl.float32), deviation)
 
 
 # --- quantization -------------------------------------------------------------------------------------
@@ -150,13 +154,16 @@ def store_quantized(
     ROWS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, LARGEST: tl.constexpr,
     INVERSE: tl.constexpr,
 ):  # fmt: skip
-    """Quantizes rows by their absolute maxima; each lane of `absmax` has the maximum over its own columns."""
+    """Quantizes rows, in fp32 or 16 bits, by their absolute maxima.
+
+    Each lane of `absmax` has the maximum over its own columns.
+    """
     absmax = tl.reduce(absmax, 1, nan_maximum)
     row = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)
     tl.store(scale_ptr + row, absmax * INVERSE, mask=row < M)
     factor = tl.div_rn(tl.full((ROWS,), LARGEST, tl.float32), absmax)[:, None]
     for i in tl.static_range(CHUNKS):
-        values = to_quantized(ys[i] * factor, values_ptr.dtype.element_ty)
+        values = to_quantized(to_float32(ys[i], True) * factor, values_ptr.dtype.element_ty)
         store_chunk(values_ptr, values, block, i, M, WIDTH, ROWS, CHUNK)
 
 

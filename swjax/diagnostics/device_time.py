@@ -22,7 +22,7 @@ KINDS = {
     "attention": r"cudnn|flash|fmha|sdpa|attention",
     "quantized products": r"matmul_(sum_)?kernel|_matmul",
     "weight gradients": r"weight_gradient",
-    "quantizers and norms": r"_quantize_\w+_kernel|_gelu_\w*kernel|layer_norm",
+    "quantizers and norms": r"_quantize_\w+_kernel|_(gelu|gated|norm)_\w*kernel|layer_norm",
     "products": r"nvjet|gemm|cutlass|xmma|cublas|splitk|^dot|ynn_fusion|^convolution",
     "copies": r"memcpy|memset",
 }

@@ -19,6 +19,7 @@ from swjax.diagnostics.names import FEATURE_MAX, FEATURE_MEAN, OPERANDS
 from swjax.diagnostics.values import magnitudes
 from swjax.kernels import reference
 from swjax.kernels.block_weight_gradients.reference import rotated_blocks
+from swjax.kernels.rotations.reference import rotate_features
 from swjax.linear.contraction import DotGeneral, as_linear
 from swjax.linear.layer import as_rows
 from swjax.linear.layouts import Layout, Spec
@@ -300,6 +301,9 @@ def _sums(quantizer: Quantizer | None, x, axes: tuple[int, ...], kept=None) -> j
     if quantizer is None:
         return jnp.zeros(3 + 2 * _RANGES, jnp.float32)
     spanned = tuple(range(x.ndim)) if quantizer.scope == "tensor" else axes
+    if quantizer.scope != "block":
+        rotation = math.gcd(x.shape[axes[0]], quantizer.rotation)
+        x = rotate_features(x, rotation, axes[0])
     return operand_sums(x, spanned, quantizer.dtype, kept)
 
 

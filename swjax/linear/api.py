@@ -1,4 +1,4 @@
-"""The public functions of the linear layer: `switchback`, `mlp`, and `quantize_weight` for inference."""
+"""The public functions of the linear layer: `switchback`, `mlp`, `gated_mlp`, and `quantize_weight`."""
 
 from typing import Any
 
@@ -9,20 +9,23 @@ from jax.ad_checkpoint import checkpoint_name
 from swjax import recipes
 from swjax.kernels import dispatch, reference
 from swjax.kernels.reference import QTensor
+from swjax.kernels.rotations.reference import rotate_features
 from swjax.linear.checks import (
     PLAIN_DTYPES,
+    check_activation,
     check_addend,
     check_dtypes,
     check_prologue,
     check_shapes,
+    gate_and_up,
     weight_array,
     weight_quantizer,
 )
 from swjax.linear.interception import intercepted, is_active
 from swjax.linear.layer import Layer
-from swjax.linear.layouts import Layout, Spec, as_matrix, specs_of
-from swjax.linear.prologues import Gelu, Prologue, input_spec
-from swjax.linear.rules import LayerArrays, fused_mlp, linears
+from swjax.linear.layouts import Layout, Spec, as_matrix, device_count, specs_of
+from swjax.linear.prologues import Gated, Gelu, Prologue, input_spec
+from swjax.linear.rules import LayerArrays, MLPLayers, fused_mlp, linears
 from swjax.linear.sharding import (
     Sharding,
     gathered_over_mapped_axes,
@@ -76,7 +79,8 @@ def switchback(
         kernel of a quantized product adds it in float32, which saves a pass over memory. Not for several
         weights.
       recipe: a name in `swjax.recipes.RECIPES` or a `swjax.recipes.Recipe`.
-      prologue: a `swjax.LayerNorm` or `swjax.Gelu` to apply to x first, fused with the quantizer.
+      prologue: a `swjax.LayerNorm`, `swjax.RMSNorm` or `swjax.Gelu` to apply to x first, fused with the
+        quantizer.
       out_dtype: dtype of y; None uses the dtype of x.
       precision: precision of the products without quantization, see `jax.lax.dot_general`.
       residual: whether to return x as well, for a residual connection. The prologue's backward pass then adds
@@ -203,42 +207,138 @@ def mlp(
     >>> mlp(x, w1, None, w2, None).shape
     (2, 3)
     """
-    check_shapes(x, w1, b1, recipe)
-    hidden = jax.ShapeDtypeStruct((*x.shape[:-1], weight_array(w1).shape[1]), x.dtype)
-    check_shapes(hidden, w2, b2, recipe)
-    check_addend(hidden, (w2,), x if add_input else None, "x (add_input=True)")
-    check_prologue(x, prologue)
-    check_dtypes(x, w1, b1)
-    check_dtypes(hidden, w2, b2)
-    w1, b1, w2, b2 = gathered_over_mapped_axes((w1, b1, w2, b2))
     settings: dict[str, Any] = {"recipe": recipe, "precision": precision}
     settings["implementation"] = implementation
-    if is_active():
-        between: Any = switchback(x, w1, b1, prologue=prologue, layout=layouts[0], **settings)
-        options = settings | {"addend": x if add_input else None, "prologue": Gelu(approximate)}
-        y: Any = switchback(between, w2, b2, layout=layouts[1], **options)
-        return (y, x) if residual else y
-    sharding = sharding_of_layer(x, weight_array(w1), layouts[0])
-    shardings = sharding, sharding_of_next(sharding, weight_array(w2), layouts[1])
-    addends = None, x if add_input else None
-    first, second = (
-        _layer(x, w, each, addend=addend, out_dtype=None, **settings)
-        for w, addend, each in zip((w1, w2), addends, shardings)
+    return _mlp(
+        x,
+        ((w1, b1),),
+        Gelu(approximate),
+        (w2, b2),
+        prologue=prologue,
+        add_input=add_input,
+        residual=residual,
+        layouts=layouts,
+        settings=settings,
     )
-    if _has_no_tokens(x, first):
-        y = _no_outputs(x, w2, second)
+
+
+def gated_mlp(
+    x: jax.Array,
+    w_gate: jax.Array | QTensor,
+    w_up: jax.Array | QTensor | None,
+    w_down: jax.Array | QTensor,
+    *,
+    activation: str = "silu",
+    prologue: Prologue | None = None,
+    recipe: str | Recipe = "switchback",
+    add_input: bool = False,
+    residual: bool = False,
+    precision: jax.lax.PrecisionLike = None,
+    implementation: str | None = None,
+    layouts: tuple[Layout | None, Layout | None] = (None, None),
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """``(activation(x w_gate) * (x w_up)) w_down``: SwiGLU or GeGLU, the MLP of language models.
+
+    The result equals that of three `switchback` layers that share memory passes: x is quantized once, one
+    pass computes and quantizes the product of activation and up, and one pass of the backward pass computes
+    and quantizes the gradients of gate and up. Activation and product are computed in float32 and rounded
+    once. The forward pass saves gate and up, and no other array of that size.
+
+    Args:
+      x: [..., k] float16, bfloat16 or float32.
+      w_gate, w_up: [k, h] each, weights as in `switchback`; or both in w_gate, gate first, as [2, k, h] or
+        [k, 2 h], with w_up=None. Two arrays save a copy of the weights.
+      w_down: [h, n], a weight as in `switchback`.
+      activation: "silu", "gelu" (the exact form) or "gelu_tanh".
+      prologue: a `swjax.RMSNorm` or `swjax.LayerNorm` to apply to x first, fused with the quantizer.
+      recipe, precision, residual, implementation: see `switchback`; they apply to all layers.
+      add_input: whether to add x to y, see `mlp`.
+      layouts: the layout of x, w_gate and w_up, and the layout of w_down; see `swjax.Layout`.
+
+    Returns:
+      y: [..., n] in the dtype of x. With `residual`: (y, x).
+
+    Raises:
+      ValueError: an argument is not an array, shapes or dtypes do not fit, or the activation, the recipe or
+        the implementation does not exist.
+
+    >>> x, w, w_down = jnp.ones((2, 3)), jnp.ones((3, 8)), jnp.ones((8, 3))
+    >>> y = gated_mlp(x, w, w, w_down)
+    >>> y.shape, bool(jnp.all(y == gated_mlp(x, jnp.stack([w, w]), None, w_down)))
+    ((2, 3), True)
+
+    References:
+      Shazeer, "GLU variants improve Transformer", 2020, https://arxiv.org/abs/2002.05202
+    """
+    check_activation(activation)
+    settings: dict[str, Any] = {"recipe": recipe, "precision": precision}
+    settings["implementation"] = implementation
+    return _mlp(
+        x,
+        tuple((w, None) for w in gate_and_up(w_gate, w_up)),
+        Gated(activation),
+        (w_down, None),
+        prologue=prologue,
+        add_input=add_input,
+        residual=residual,
+        layouts=layouts,
+        settings=settings,
+    )
+
+
+def _mlp(
+    x: jax.Array,
+    first: tuple[tuple[Any, jax.Array | None], ...],
+    activation: Gelu | Gated,
+    last: tuple[Any, jax.Array | None],
+    *,
+    prologue: Prologue | None,
+    add_input: bool,
+    residual: bool,
+    layouts: tuple[Layout | None, Layout | None],
+    settings: dict[str, Any],
+) -> Any:
+    """`mlp` and `gated_mlp`; `first` and `last` are (weight, bias)."""
+    for w, bias in first:
+        check_shapes(x, w, bias, settings["recipe"])
+        check_dtypes(x, w, bias)
+    w2 = last[0]
+    hidden = jax.ShapeDtypeStruct((*x.shape[:-1], weight_array(first[0][0]).shape[1]), x.dtype)
+    check_shapes(hidden, *last, settings["recipe"])
+    check_addend(hidden, (w2,), x if add_input else None, "x (add_input=True)")
+    check_prologue(x, prologue)
+    check_dtypes(hidden, *last)
+    first, (w2, b2) = gathered_over_mapped_axes((first, last))
+    ws, biases = zip(*first)
+    if is_active():
+        between: Any = switchback(x, ws, biases, prologue=prologue, layout=layouts[0], **settings)
+        h, _ = activation.forward(
+            between if len(ws) > 1 else between[0], quantize_to=None, implementation="xla"
+        )
+        y: Any = switchback(
+            h, w2, b2, addend=x if add_input else None, layout=layouts[1], **settings
+        )
         return (y, x) if residual else y
-    inputs = _placed(x, (w1,), (b1,), prologue, (first,))
-    inputs2 = _placed(None, (w2,), (b2,), Gelu(approximate), (second,))
-    trees = vary_alike(inputs, inputs2)
-    y, kept = fused_mlp(*trees, (first, second), residual, add_input)
+    sharding = sharding_of_layer(x, weight_array(ws[0]), layouts[0])
+    next_sharding = sharding_of_next(sharding, weight_array(w2), layouts[1])
+    settings = settings | {"out_dtype": None}
+    layers = MLPLayers(
+        tuple(_layer(x, w, sharding, addend=None, **settings) for w in ws),
+        _layer(x, w2, next_sharding, addend=x if add_input else None, **settings),
+    )
+    if _has_no_tokens(x, layers.last):
+        y = _no_outputs(x, w2, layers.last)
+        return (y, x) if residual else y
+    inputs = _placed(x, ws, biases, prologue, layers.first)
+    inputs2 = _placed(None, (w2,), (b2,), activation, (layers.last,))
+    y, kept = fused_mlp(*vary_alike(inputs, inputs2), layers, residual, add_input)
     return y if kept is None else (y, kept)
 
 
 def _layer(
     x, w, sharding: Sharding, *, addend, recipe, out_dtype, precision, implementation
 ) -> Layer:
-    recipe = recipes.get(recipe)
+    recipe = _rotating(recipes.get(recipe), w, sharding)
     dispatch.check_products(implementation, _products(recipe))
     kind = jnp.inexact if jnp.iscomplexobj(x) else jnp.floating
     if out_dtype is not None and not jnp.issubdtype(out_dtype, kind):
@@ -255,6 +355,23 @@ def _layer(
         implementation=implementation,
         precision=precision,
     )
+
+
+def _rotating(recipe: Recipe, w, sharding: Sharding) -> Recipe:
+    """The recipe with rotations of features that are on one device."""
+    whole = weight_array(w).shape
+    shards = (
+        (1, 1)
+        if sharding.mesh is None
+        else (device_count(sharding.mesh, axes) for axes in sharding.w)
+    )
+    fitting = recipe.rotating(*(n // count for n, count in zip(whole, shards)))
+    if isinstance(w, QTensor) and fitting.fwd != recipe.rotating(*whole).fwd:
+        raise ValueError(
+            f"this quantized w [n, k] rotates groups of {recipe.rotating(*whole).fwd.lhs.rotation} features, "
+            f"which its shards split, got k={whole[0]}: pass w itself, or shard other axes"
+        )
+    return fitting
 
 
 def _products(recipe: Recipe) -> list[str]:
@@ -278,7 +395,9 @@ def _no_outputs(x, w, layer: Layer) -> Any:
     return layer.sharding.place(y, layer.sharding.y)
 
 
-def _placed(x, ws, biases, prologue: Prologue | None, layers: tuple[Layer, ...]) -> LayerArrays:
+def _placed(
+    x, ws, biases, prologue: Prologue | Gated | None, layers: tuple[Layer, ...]
+) -> LayerArrays:
     """Reshards the arguments outside of the `custom_vjp`, so that JAX reshards the gradients back."""
     x = layers[0].sharding.place(x, input_spec(prologue, layers[0]))
     ws, biases = zip(*map(_placed_weight, ws, biases, (layer.sharding for layer in layers)))
@@ -352,11 +471,11 @@ def quantize_weight(
         raise ValueError(
             f"quantize_weight needs w [k, n], got {w.shape}: use jax.vmap for a stack of weights"
         )
-    quantizer = weight_quantizer(recipe)
+    quantizer = weight_quantizer(recipes.get(recipe).rotating(*w.shape))
     axes = (0, 1) if quantizer.scope == "tensor" else (0,)
     return dispatch.run(
         "quantize",
-        w,
+        rotate_features(w, quantizer.rotation, 0),
         axes=axes,
         dtype=quantizer.dtype,
         transpose=True,

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from swjax import recipes
+from swjax.kernels.gated.reference import ACTIVATIONS
 from swjax.kernels.reference import QTensor
-from swjax.linear.prologues import LayerNorm, Prologue
+from swjax.linear.prologues import Gelu, LayerNorm, Prologue
 from swjax.recipes import Quantizer, Recipe
 
 OPERAND_DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
@@ -69,18 +70,58 @@ def check_prologue(x: jax.Array, prologue: Prologue | None) -> None:
     """Raises a ValueError if this is not a prologue of x [..., k]."""
     if not isinstance(prologue, Prologue | None):
         raise ValueError(
-            f"prologue must be a swjax.LayerNorm, a swjax.Gelu or None, got {prologue!r}: apply other "
-            "functions to x"
+            "prologue must be a swjax.LayerNorm, a swjax.RMSNorm, a swjax.Gelu or None, got "
+            f"{prologue!r}: apply other functions to x"
         )
-    if not isinstance(prologue, LayerNorm):
+    if prologue is None or isinstance(prologue, Gelu):
         return
     # Kernels read k values of each, without bounds checks.
-    for name, array in {"scale": prologue.scale, "bias": prologue.bias}.items():
+    for name in ("scale", "bias") if isinstance(prologue, LayerNorm) else ("scale",):
+        array = getattr(prologue, name)
         if getattr(array, "shape", None) != x.shape[-1:]:
             got = getattr(array, "shape", type(array).__name__)
             raise ValueError(
-                f"LayerNorm's {name} must be an array of the shape {x.shape[-1:]} of x's features, got {got}"
+                f"{type(prologue).__name__}'s {name} must be an array of the shape {x.shape[-1:]} of x's "
+                f"features, got {got}"
             )
+
+
+def check_activation(activation: str) -> None:
+    """Raises a ValueError if `swjax.gated_mlp` has no such activation."""
+    if activation not in ACTIVATIONS:
+        raise ValueError(
+            f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}: apply others between "
+            "swjax.switchback layers"
+        )
+
+
+def gate_and_up(
+    w_gate: jax.Array | QTensor, w_up: jax.Array | QTensor | None
+) -> tuple[jax.Array | QTensor, jax.Array | QTensor]:
+    """The weights of gate and up, given as two of one shape, or as [2, k, h] or [k, 2 h].
+
+    Raises:
+      ValueError: they are neither.
+    """
+    if w_up is None:
+        shape = getattr(w_gate, "shape", ())
+        if len(shape) == 3 and shape[0] == 2:
+            return w_gate[0], w_gate[1]
+        if len(shape) == 2 and shape[1] % 2 == 0:
+            half = shape[1] // 2
+            return w_gate[:, :half], w_gate[:, half:]
+        got = shape or type(w_gate).__name__
+        raise ValueError(
+            f"w_gate must be an array [2, k, h] or [k, 2 h] if w_up is None, got {got}: pass both weights"
+        )
+    shapes = [
+        weight_array(w).shape
+        for w in (w_gate, w_up)
+        if hasattr(w, "ndim") or isinstance(w, QTensor)
+    ]
+    if len({*shapes}) > 1:
+        raise ValueError(f"w_gate and w_up must have one shape, got {shapes[0]} and {shapes[1]}")
+    return w_gate, w_up
 
 
 def check_dtypes(

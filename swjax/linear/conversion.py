@@ -126,6 +126,8 @@ def _operands(product: Product | None) -> str:
         return "not quantized"
     lhs, rhs = product.lhs, product.rhs
     described = f"{lhs.dtype} {lhs.scope} x {rhs.dtype} {rhs.scope}"
+    if lhs.scope != "block" and lhs.rotation > 1:
+        described += f" (rotation {lhs.rotation})"
     if lhs.scope == "block":  # both operands have equal blocks
         described += f" ({lhs.block} tokens, rotation {lhs.rotation})"
     if product.outlier_threshold:

@@ -25,10 +25,10 @@ from swjax.recipes import Product, Quantizer, Recipe
 class Layer:
     """One linear layer without its arrays; static.
 
-    Layers that share an input differ in `sharding` and `w_dtype` only.
+    Layers that share an input differ in `sharding`, `w_dtype` and the rotation of `recipe.dgrad` only.
 
     Attributes:
-      recipe: recipe of the products.
+      recipe: recipe of the products, with the rotations of this layer's features.
       sharding: the mesh axes that shard x, w and y.
       dtype: dtype of x and of the products without quantization.
       out_dtype: dtype of y.
@@ -53,7 +53,7 @@ class Layer:
         fwd, dgrad = self.recipe.fwd, self.recipe.dgrad
         if fwd is None or dgrad is None:
             return False
-        return fwd.rhs == dgrad.rhs and fwd.rhs.scope == "tensor"
+        return fwd.rhs == dgrad.rhs and fwd.rhs.scope == "tensor" and fwd.rhs.rotation == 1
 
     @property
     def reads_last_axis(self) -> bool:
@@ -91,8 +91,10 @@ def as_array(operand: Operand, dtype: str) -> jax.Array:
 
 
 def quantizes_rows(product: Product | None) -> TypeGuard[Product]:
-    """Whether the left operand is quantized row-wise, as in the fused quantizers."""
-    return product is not None and product.lhs.scope == "row" and not product.outlier_threshold
+    """Whether the left operand is quantized row-wise as it is, as in the fused quantizers."""
+    if product is None or product.lhs.rotation > 1:
+        return False
+    return product.lhs.scope == "row" and not product.outlier_threshold
 
 
 # --- the form that a product reads --------------------------------------------------------------------
@@ -116,12 +118,19 @@ def read(
         return Operand(as_array(operand, layer.dtype))
     known = [Operand(quantized=operand.quantized), Operand(transposed=operand.transposed)]
     for only in reversed(known) if axis == 0 else known:
+        if axis == -1 and only.transposed is not None and quantizer.rotation > 1:
+            continue  # it is rotated along the other axis
         q, along = stored(only, axis)
         if q is None or q.values.dtype != quantizer.dtype or q.scale.shape[along] != 1:
             continue
         if axis == -1 or q.values.ndim == 2:
             return only
     array = as_array(operand, "float32") if operand.array is None else operand.array
+    if quantizer.rotation > 1 and operand.array is None:
+        raise ValueError(
+            "the input gradient of a recipe that rotates features needs w itself, got a quantized w: pass w, "
+            "or a recipe without rotation"
+        )
     transpose = axis == 0 and layer.reads_last_axis
     q = quantize_sharded(quantizer, array, spec, axis, layer, transpose=transpose)
     return Operand(transposed=q) if transpose else Operand(quantized=q)
@@ -156,17 +165,23 @@ def quantize_sharded(
     *,
     transpose: bool = False,
 ) -> QTensor:
-    """Quantizes x for a product that sums over `axis`; for axis 0, as a matrix of all tokens."""
+    """Rotates and quantizes x for a product that sums over `axis`; for axis 0, as a matrix of all tokens."""
     sharding, per_tensor = layer.sharding, quantizer.scope == "tensor"
     out_spec = as_matrix(spec, False) if axis == 0 else spec
     shared = out_spec if per_tensor else (out_spec[axis],)
     options: dict[str, Any] = {"dtype": quantizer.dtype, "transpose": transpose}
     options["implementation"] = layer.implementation
+    rotation, whole = quantizer.rotation, not sharding.sharded_axes(*shared)
 
     def step(x):
         x = as_rows(x) if axis == 0 else x
+        if rotation > 1 and quantizer.scope == "row" and whole:
+            rotated = {"rotation": rotation, "dtype": quantizer.dtype}
+            rotated["implementation"] = layer.implementation
+            return dispatch.run("quantize_rotated", x, **rotated)
+        x = reference.rotate_features(x, rotation, axis)
         axes = tuple(range(x.ndim)) if per_tensor else (axis % x.ndim,)
-        if not sharding.sharded_axes(*shared):
+        if whole:
             return dispatch.run("quantize", x, axes=axes, **options)
         absmax = sharding.maximum(reference.absolute_maximum(x, axes), *shared)
         return dispatch.run("quantize_by", x, absmax, **options)

@@ -71,10 +71,12 @@ def input_gradients(
     """
     first, dgrad = layers[0], layers[0].recipe.dgrad
     outliers = dgrad is not None and dgrad.outlier_threshold
-    if not outliers and len({layer.sharding for layer in layers}) == 1:
+    alike = len({(layer.sharding, layer.recipe) for layer in layers}) == 1
+    if not outliers and alike:
         return _multiply_input_gradients(dgrad, gs, first.dtype, ws=ws, layer=first)
 
     def of_layer(g, w, layer):
+        dgrad = layer.recipe.dgrad
         multiply = lambda product, g, dtype: _multiply_input_gradients(
             product, (g,), dtype, ws=(w,), layer=layer
         )

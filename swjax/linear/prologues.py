@@ -1,4 +1,4 @@
-"""Operations on a linear layer's input that are fused with its quantizer: LayerNorm and GELU.
+"""Operations on a linear layer's input that are fused with its quantizer: norms and activations.
 
 A prologue is an argument of `swjax.switchback`. If the forward product quantizes whole rows of x, without
 outliers, the forward pass writes the prologue's output only in quantized form. For the weight gradient, the
@@ -21,13 +21,13 @@ class PrologueGradients(NamedTuple):
     """The result of a prologue's backward pass.
 
     Attributes:
-      input: the gradient of the prologue's input.
+      inputs: the gradient of each of the prologue's inputs; `Gated` has two.
       prologue: the gradients of its parameters, as a prologue.
       recomputed: the prologue's output, or None.
     """
 
-    input: Operand
-    prologue: "Prologue"
+    inputs: tuple[Operand, ...]
+    prologue: "Prologue | Gated"
     recomputed: jax.Array | None
 
 
@@ -101,7 +101,73 @@ class LayerNorm:
         parameters = LayerNorm(
             dscale.astype(self.scale.dtype), dbias.astype(self.bias.dtype), self.epsilon
         )
-        return PrologueGradients(Operand(dx), parameters, y)
+        return PrologueGradients((Operand(dx),), parameters, y)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RMSNorm:
+    """RMSNorm over the last axis: ``x (rsqrt(mean(x**2) + epsilon) (offset + scale))`` in float32.
+
+    It equals `flax.linen.RMSNorm`, and `flax.nnx.RMSNorm` with a dtype, which rounds the scale to that dtype
+    first: pass the rounded scale to get the same bits.
+
+    Attributes:
+      scale: [k], learned factor of each feature.
+      epsilon: added to the mean square.
+      offset: added to the scale: 1.0 in models that store the scale minus one, such as Gemma.
+
+    >>> import jax.numpy as jnp, swjax
+    >>> x = jnp.array([[0.0, 0.0, 0.0, 4.0]])
+    >>> swjax.switchback(x, jnp.eye(4), prologue=RMSNorm(jnp.ones(4))).round(3).tolist()
+    [[0.0, 0.0, 0.0, 2.0]]
+    """
+
+    scale: jax.Array
+    epsilon: float = field(default=1e-6, metadata={"static": True})
+    offset: float = field(default=0.0, metadata={"static": True})
+    whole_rows: ClassVar[bool] = True
+
+    def forward(
+        self, x: jax.Array, *, quantize_to: str | None, implementation: str | None
+    ) -> tuple[jax.Array | None, QTensor | None]:
+        """See `LayerNorm.forward`."""
+        return dispatch.run(
+            "rms_norm",
+            x,
+            self.scale,
+            epsilon=self.epsilon,
+            offset=self.offset,
+            quantize_to=quantize_to,
+            high_precision=quantize_to is None,
+            implementation=implementation,
+        )
+
+    def backward(
+        self,
+        x: jax.Array,
+        gradients: tuple[jax.Array, ...],
+        residual_gradient: jax.Array | None,
+        *,
+        quantize_to: str | None,
+        recompute: bool,
+        implementation: str | None,
+    ) -> PrologueGradients:
+        """See `LayerNorm.backward`."""
+        del quantize_to
+        dx, dscale, y = dispatch.run(
+            "rms_norm_backward",
+            x,
+            self.scale,
+            gradients,
+            residual_gradient,
+            epsilon=self.epsilon,
+            offset=self.offset,
+            recompute=recompute,
+            implementation=implementation,
+        )
+        parameters = RMSNorm(dscale.astype(self.scale.dtype), self.epsilon, self.offset)
+        return PrologueGradients((Operand(dx),), parameters, y)
 
 
 @jax.tree_util.register_dataclass
@@ -156,16 +222,69 @@ class Gelu:
         gradient = Operand(dx, dx_quantized, token_sum=token_sum)
         if residual_gradient is not None:  # the other forms exclude the residual gradient
             gradient = Operand(add(dx, residual_gradient))
-        return PrologueGradients(gradient, self, y)
+        return PrologueGradients((gradient,), self, y)
 
 
-Prologue = LayerNorm | Gelu
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Gated:
+    """``activation(gate) up``, the second prologue of `swjax.gated_mlp`; its input is the pair (gate, up).
+
+    Attributes:
+      activation: see `swjax.gated_mlp`.
+    """
+
+    activation: str = field(default="silu", metadata={"static": True})
+    whole_rows: ClassVar[bool] = False
+
+    def forward(
+        self,
+        x: tuple[jax.Array, jax.Array],
+        *,
+        quantize_to: str | None,
+        implementation: str | None,
+    ) -> tuple[jax.Array | None, QTensor | None]:
+        """See `LayerNorm.forward`."""
+        return dispatch.run(
+            "gated",
+            *x,
+            activation=self.activation,
+            quantize_to=quantize_to,
+            high_precision=quantize_to is None,
+            implementation=implementation,
+        )
+
+    def backward(
+        self,
+        x: tuple[jax.Array, jax.Array],
+        gradients: tuple[jax.Array, ...],
+        residual_gradient: None,
+        *,
+        quantize_to: str | None,
+        recompute: bool,
+        implementation: str | None,
+    ) -> PrologueGradients:
+        """See `LayerNorm.backward`; no residual connection starts at gate or up."""
+        del residual_gradient
+        dgate, dup, *quantized, h = dispatch.run(
+            "gated_backward",
+            *x,
+            add(*gradients),
+            activation=self.activation,
+            quantize_to=quantize_to,
+            recompute=recompute,
+            implementation=implementation,
+        )
+        return PrologueGradients(tuple(map(Operand, (dgate, dup), quantized)), self, h)
+
+
+Prologue = LayerNorm | RMSNorm | Gelu  # what users pass
 
 
 # --- on sharded arrays --------------------------------------------------------------------------------
 
 
-def input_spec(prologue: Prologue | None, layer: Layer) -> Spec:
+def input_spec(prologue: Prologue | Gated | None, layer: Layer) -> Spec:
     """The sharding of the input of a layer, or of its prologue."""
     sharding = layer.sharding
     whole_rows = prologue is not None and prologue.whole_rows
@@ -173,7 +292,7 @@ def input_spec(prologue: Prologue | None, layer: Layer) -> Spec:
 
 
 def apply(
-    prologue: Prologue, x: jax.Array, layer: Layer, *, quantize_to: str | None
+    prologue: Prologue | Gated, x: Any, layer: Layer, *, quantize_to: str | None
 ) -> tuple[jax.Array | None, QTensor | None]:
     """Returns (prologue's output, None), or with `quantize_to` (None, output quantized row-wise)."""
     spec, implementation = input_spec(prologue, layer), layer.implementation
@@ -186,8 +305,8 @@ def apply(
 
 
 def apply_backward(
-    prologue: Prologue,
-    x: jax.Array,
+    prologue: Prologue | Gated,
+    x: Any,
     gradients: tuple[jax.Array, ...],
     residual_gradient: jax.Array | None,
     layer: Layer,
@@ -203,17 +322,19 @@ def apply_backward(
         of = prologue.backward(
             x, gradients, residual_gradient, implementation=layer.implementation, **options
         )
-        sums = of.input.token_sum, of.prologue
-        token_sum, parameters = sharding.sum(sums, *sharding.tokens)
-        return PrologueGradients(of.input._replace(token_sum=token_sum), parameters, of.recomputed)
+        sums = [dx.token_sum for dx in of.inputs], of.prologue
+        totals, parameters = sharding.sum(sums, *sharding.tokens)
+        dxs = tuple(dx._replace(token_sum=total) for dx, total in zip(of.inputs, totals))
+        return PrologueGradients(dxs, parameters, of.recomputed)
 
     tree: SpecTree = spec
     of_input = Operand(tree)
     if not prologue.whole_rows and residual_gradient is None:
-        columns: SpecTree = Spec(spec[-1:])
+        columns: SpecTree = Spec(spec[-1:]) if isinstance(prologue, Gelu) else None
         of_input = Operand(tree, row_specs(spec) if quantize_to else None, token_sum=columns)
     whole: SpecTree = Spec()
-    out_specs = PrologueGradients(of_input, whole, tree if recompute else None)
+    inputs = (of_input,) * (2 if isinstance(prologue, Gated) else 1)
+    out_specs = PrologueGradients(inputs, whole, tree if recompute else None)
     arrays = (prologue, x, gradients, residual_gradient)
     return sharding.map_shards(
         step, arrays, (Spec(), spec, (spec,) * len(gradients), spec), out_specs

@@ -1,9 +1,9 @@
 """Forward and backward pass of linear layers that share an input, as in Algorithm 1, with their derivatives.
 
-`linears` is one input and one or several weights; `fused_mlp` is two layers with a GELU between them. The
-recipe determines the first derivative: products of quantized operands. The derivative of rounding is zero
-almost everywhere, so higher derivatives treat every product as exact. This is the straight-through estimate:
-the derivatives of ``prologue(x) w + bias`` in high precision.
+`linears` is one input and one or several weights; `fused_mlp` is one layer, or two before a gated activation,
+then the activation and a last layer. The recipe determines the first derivative: products of quantized
+operands. The derivative of rounding is zero almost everywhere, so higher derivatives treat every product as
+exact. This is the straight-through estimate: the derivatives of ``prologue(x) w + bias`` in high precision.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ from swjax.linear.layer import (
 )
 from swjax.linear.layouts import Spec
 from swjax.linear.products import Layers, input_gradients, output, weight_gradients
-from swjax.linear.prologues import Prologue, apply, apply_backward, input_spec
+from swjax.linear.prologues import Gated, Prologue, apply, apply_backward, input_spec
 from swjax.recipes import Recipe
 
 Addends = tuple[jax.Array | None, ...]  # one per layer: the array that is added to its output
@@ -44,7 +44,7 @@ class LayerArrays(NamedTuple):
     """The arrays of layers that share an input, except for the addends of their outputs; or their gradients.
 
     Attributes:
-      x: the input of the layers, or of their prologue.
+      x: the input of the layers, or of their prologue; for `Gated` a pair.
       ws, biases: one per layer.
       prologue: the prologue, or None.
     """
@@ -52,7 +52,7 @@ class LayerArrays(NamedTuple):
     x: Any
     ws: tuple[Any, ...]
     biases: tuple[Any, ...]
-    prologue: Prologue | None
+    prologue: Prologue | Gated | None
 
 
 class Saved(NamedTuple):
@@ -83,7 +83,7 @@ def forward(
     return ys, x, ws
 
 
-def _quantized_input(x: Any, prologue: Prologue | None, layer: Layer) -> Operand:
+def _quantized_input(x: Any, prologue: Prologue | Gated | None, layer: Layer) -> Operand:
     """The layers' input, after the prologue."""
     fwd, sharding, q = layer.recipe.fwd, layer.sharding, None
     if prologue is not None:
@@ -148,10 +148,10 @@ def backward(
     residual_gradient: jax.Array | None = None,
     quantize_to: str | None = None,
 ) -> LayerArrays:
-    """Computes the gradients of the inputs from the gradients of the outputs; that of x is an `Operand`.
+    """Computes the gradients of the inputs from the gradients of the outputs.
 
-    `residual_gradient` is added to the gradient of x; a prologue quantizes the sum to `quantize_to` if it
-    can.
+    That of x is a tuple: an `Operand` for each array. `residual_gradient` is added to the gradient of x; a
+    prologue quantizes the sum to `quantize_to` if it can.
     """
     x, ws, (before_prologue, _, biases, prologue) = _from_bytes(saved, layers)
     if x.quantized is not None:
@@ -162,7 +162,7 @@ def backward(
     gs, dbiases = zip(*map(_bias_gradient, gradients, biases, layers))
     dxs = input_gradients(gs, ws, layers)
     if prologue is None:
-        dx, dprologue = Operand(add(*dxs, residual_gradient)), None
+        dx, dprologue = (Operand(add(*dxs, residual_gradient)),), None
     else:
         recompute = x.array is None and x.quantized is None
         recompute = recompute and any(layer.w_dtype for layer in layers)
@@ -227,7 +227,7 @@ def _linears_backward(layers, _, saved, gradients):
     constants, (gs, residual_gradient) = lax.stop_gradient((saved, gradients))
     gs = tuple(map(Operand, gs))
     grads = backward(constants, gs, layers, residual_gradient=residual_gradient)
-    grads = grads._replace(x=grads.x.array)
+    grads = grads._replace(x=grads.x[0].array)
     addend_grads = tuple(
         g.astype(layer.addend_dtype) if layer.addend_dtype else None
         for g, layer in zip(gradients[0], layers)
@@ -243,55 +243,68 @@ def _linears_backward(layers, _, saved, gradients):
 linears.defvjp(_linears_forward, _linears_backward)
 
 
-# --- two layers with a GELU ---------------------------------------------------------------------------
+# --- layers with an activation between them -----------------------------------------------------------
+
+
+class MLPLayers(NamedTuple):
+    """The layers of `fused_mlp`: one before the activation, or two before a gated one; and the last."""
+
+    first: Layers
+    last: Layer
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def fused_mlp(
     inputs: LayerArrays,
     inputs2: LayerArrays,
-    layers: tuple[Layer, Layer],
+    layers: MLPLayers,
     residual: bool,
     add_input: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns ``gelu(x w1 + b1) w2 + b2``, plus x if `add_input`; and x for a residual connection or None.
+    """Returns ``activation(x w1 + b1) w2 + b2``, plus x if `add_input`; and x for a residual connection or
+    None.
 
-    `inputs2` are those of the second layer without x; its prologue is the GELU.
+    `inputs2` are those of the last layer without x; its prologue is the activation.
     """
     return _mlp_forward(inputs, inputs2, layers, residual, add_input)[0]
 
 
 def _mlp_forward(inputs, inputs2, layers, residual, add_input):
-    first, second = ((layer,) for layer in layers)
-    (hidden,), x, ws = forward(lax.stop_gradient(inputs), (None,), first)
-    hidden = checkpoint_name(hidden, "swjax_y")
-    whole = inputs2._replace(x=hidden)
+    first, last = layers.first, (layers.last,)
+    hidden, x, ws = forward(lax.stop_gradient(inputs), (None,) * len(first), first)
+    hidden = tuple(checkpoint_name(each, "swjax_y") for each in hidden)
+    whole = inputs2._replace(x=_one_or_pair(hidden))
     addends = (inputs.x if add_input else None,)
-    (y,), x2, ws2 = forward(*lax.stop_gradient((whole, addends)), second)
+    (y,), x2, ws2 = forward(*lax.stop_gradient((whole, addends)), last)
     y = differentiated_as(partial(_exact_mlp, layers, add_input), y, inputs, inputs2)
     y = checkpoint_name(y, "swjax_y")
-    saved = _save(inputs, x, ws, first), _save(whole, x2, ws2, second)
+    saved = _save(inputs, x, ws, first), _save(whole, x2, ws2, last)
     return (y, inputs.x if residual else None), saved
+
+
+def _one_or_pair(hidden: tuple) -> Any:
+    """The input of the activation: one layer's output, or those of gate and up."""
+    return hidden if len(hidden) > 1 else hidden[0]
 
 
 @without_interception
 def _mlp_backward(layers, _, add_input, saved, gradients):
-    first, second = layers
+    first, last = layers
     constants, (g, residual_gradient) = lax.stop_gradient((saved, gradients))
     if add_input:  # the output may have another sharding than x
-        spec = input_spec(constants[0].inputs.prologue, first)
-        residual_gradient = add(first.sharding.place(g, spec), residual_gradient)
-    dgrad, sharding = first.recipe.dgrad, second.sharding
+        spec = input_spec(constants[0].inputs.prologue, first[0])
+        residual_gradient = add(first[0].sharding.place(g, spec), residual_gradient)
+    dgrad, sharding = first[0].recipe.dgrad, last.sharding
     quantizable = quantizes_rows(dgrad) and not sharding.sharded_axes(sharding.k)
     quantize_to = dgrad.lhs.dtype if quantizable else None
-    grads2 = backward(constants[1], (Operand(g),), (second,), quantize_to=quantize_to)
-    grads1 = backward(constants[0], (grads2.x,), (first,), residual_gradient=residual_gradient)
-    grads = grads1._replace(x=grads1.x.array), grads2._replace(x=None)
+    grads2 = backward(constants[1], (Operand(g),), (last,), quantize_to=quantize_to)
+    grads1 = backward(constants[0], grads2.x, first, residual_gradient=residual_gradient)
+    grads = grads1._replace(x=grads1.x[0].array), grads2._replace(x=None)
     if not may_be_differentiated((saved[0].inputs, saved[1].inputs, gradients)):
         return grads
     inputs, inputs2 = (
-        _restored(each.inputs, constant, (layer,))
-        for each, constant, layer in zip(saved, constants, layers)
+        _restored(each.inputs, constant, of)
+        for each, constant, of in zip(saved, constants, (first, (last,)))
     )
     exact = partial(_exact_gradients, partial(_exact_mlp, layers, add_input))
     return differentiated_as(exact, grads, (inputs, inputs2._replace(x=None)), *gradients)
@@ -360,13 +373,10 @@ def _exact_outputs(layers: Layers, inputs: LayerArrays, addends: Addends) -> tup
     return forward(inputs, addends, tuple(exact))[0]
 
 
-def _exact_mlp(
-    layers: tuple[Layer, Layer], add_input: bool, inputs: LayerArrays, inputs2: LayerArrays
-):
-    first, second = layers
-    (hidden,) = _exact_outputs((first,), inputs, (None,))
+def _exact_mlp(layers: MLPLayers, add_input: bool, inputs: LayerArrays, inputs2: LayerArrays):
+    hidden = _exact_outputs(layers.first, inputs, (None,) * len(layers.first))
     addends = (inputs.x if add_input else None,)
-    return _exact_outputs((second,), inputs2._replace(x=hidden), addends)[0]
+    return _exact_outputs((layers.last,), inputs2._replace(x=_one_or_pair(hidden)), addends)[0]
 
 
 def _exact_gradients(exact_outputs, inputs, gradients, residual_gradient):

@@ -19,7 +19,7 @@ def describe() -> str:
     devices = jax.devices()
     lines = {
         "command": shlex.join(["python", *_program(), *sys.argv[1:]]),
-        "commit": _commit(),
+        "commit": commit(),
         "python": platform.python_version(),
         **{name: version(name) for name in PACKAGES},
         "devices": f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform})",
@@ -63,7 +63,7 @@ def version(package: str) -> str:
         return "not installed"
 
 
-def _commit() -> str:
+def commit() -> str:
     """The commit of the checkout, with a mark if files have uncommitted changes."""
     git = [
         "git",

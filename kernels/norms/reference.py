@@ -1,7 +1,8 @@
-"""The specification of LayerNorm, forward and backward, fused with the quantizer of its result."""
+"""The specification of LayerNorm and RMSNorm, forward and backward, fused with the results' quantizer."""
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from swjax.kernels.formats import QTensor, to_float32
 from swjax.kernels.quantizers.reference import quantized_output, row_sum
@@ -65,16 +66,90 @@ def layer_norm_backward(
     >>> layer_norm_backward(x, gamma, jnp.array([[1.0, 0.0]]), epsilon=0.0)[2].tolist()
     [1.0, 0.0]
     """
-    gradients = gradient if isinstance(gradient, tuple) else (gradient,)
     centred, deviation = _moments(x, epsilon)
     normalized = centred / deviation
-    total = sum(map(to_float32, gradients[1:]), to_float32(gradients[0]))
+    total = _sum(gradient)
     v = total * _along_rows(gamma, x.ndim)
     slope = jnp.mean(v * normalized, axis=-1, keepdims=True)
     dx = (v - jnp.mean(v, axis=-1, keepdims=True) - normalized * slope) / deviation
     dx = dx if residual is None else dx + to_float32(residual)
     y = None if beta is None else layer_norm(x, gamma, beta, epsilon=epsilon)[0]
     return dx.astype(x.dtype), row_sum(total * normalized), row_sum(total), y
+
+
+def rms_norm(
+    x: jax.Array,
+    gamma: jax.Array,
+    *,
+    epsilon: float,
+    offset: float = 0.0,
+    quantize_to: str | None = None,
+    high_precision: bool = True,
+) -> tuple[jax.Array | None, QTensor | None]:
+    """RMSNorm over the last axis, ``x (rsqrt(mean(x**2) + epsilon) (offset + gamma))``, in fp32.
+
+    The operations have the order of Flax's RMSNorm, so the result has the same bits.
+
+    Args:
+      x: [..., n] float16, bfloat16 or float32.
+      gamma: [n], scale of each feature.
+      epsilon: added to the mean square.
+      offset: added to the scale: 1 in Gemma.
+      quantize_to, high_precision: see `layer_norm`.
+
+    Returns:
+      (result or None, quantized result or None). The quantizer reads the result rounded to the dtype of x.
+
+    >>> rms_norm(jnp.array([[0.0, 0.0, 0.0, 4.0]]), jnp.ones(4), epsilon=0.0)[0].tolist()
+    [[0.0, 0.0, 0.0, 2.0]]
+    """
+    exact, inverse = _inverse_rms(x, epsilon)
+    y = (exact * (inverse * (offset + _along_rows(gamma, x.ndim)))).astype(x.dtype)
+    return quantized_output(y, quantize_to, high_precision)
+
+
+def rms_norm_backward(
+    x: jax.Array,
+    gamma: jax.Array,
+    gradient: jax.Array | tuple[jax.Array, ...],
+    residual: jax.Array | None = None,
+    *,
+    epsilon: float,
+    offset: float = 0.0,
+    recompute: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Computes the gradients of `rms_norm` from its input; the root mean square is recomputed.
+
+    Args:
+      x, gamma, epsilon, offset: as in the forward pass.
+      gradient, residual: see `layer_norm_backward`.
+      recompute: whether to also return the recomputed result of `rms_norm`.
+
+    Returns:
+      dx [..., n] in the dtype of x; dgamma [n] in float32; the recomputed result, or None.
+
+    >>> x, gamma = jnp.array([[0.0, 0.0, 0.0, 4.0]]), jnp.ones(4)
+    >>> rms_norm_backward(x, gamma, jnp.ones((1, 4)), epsilon=0.0)[1].tolist()
+    [0.0, 0.0, 0.0, 2.0]
+    """
+    exact, inverse = _inverse_rms(x, epsilon)
+    normalized, total = exact * inverse, _sum(gradient)
+    v = total * (offset + _along_rows(gamma, x.ndim))
+    dx = (v - normalized * jnp.mean(v * normalized, axis=-1, keepdims=True)) * inverse
+    dx = dx if residual is None else dx + to_float32(residual)
+    y = rms_norm(x, gamma, epsilon=epsilon, offset=offset)[0] if recompute else None
+    return dx.astype(x.dtype), row_sum(total * normalized), y
+
+
+def _sum(gradient: jax.Array | tuple[jax.Array, ...]) -> jax.Array:
+    first, *others = gradient if isinstance(gradient, tuple) else (gradient,)
+    return sum(map(to_float32, others), to_float32(first))
+
+
+def _inverse_rms(x: jax.Array, epsilon: float) -> tuple[jax.Array, jax.Array]:
+    """Returns the rows in fp32, and the reciprocals of their root mean squares."""
+    exact = to_float32(x)
+    return exact, lax.rsqrt(jnp.mean(lax.square(exact), axis=-1, keepdims=True) + epsilon)
 
 
 def _moments(x: jax.Array, epsilon: float) -> tuple[jax.Array, jax.Array]:

@@ -1,4 +1,6 @@
-"""LayerNorm, forward and backward."""
+"""LayerNorm and RMSNorm, forward and backward."""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +26,7 @@ from swjax.kernels.triton_gpu.chunks import (
 
 
 @triton.jit
-def _layer_norm_kernel(
+def _norm_kernel(
     x_ptr,  # [M, WIDTH]
     gamma_ptr,  # [WIDTH]
     beta_ptr,  # [WIDTH]
@@ -37,25 +39,31 @@ def _layer_norm_kernel(
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
     EPSILON: tl.constexpr,
+    OFFSET: tl.constexpr,  # added to gamma
+    CENTRED: tl.constexpr,  # LayerNorm; if not, RMSNorm, which does not read beta
     WRITE: tl.constexpr,  # whether to write y
     QUANTIZE: tl.constexpr,
     LARGEST: tl.constexpr,
     INVERSE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Computes LayerNorm of rows, rounded to the dtype of x, and writes or quantizes it, or both."""
+    """Computes the norm of rows, rounded to the dtype of x, and writes or quantizes it, or both."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     blocks: tl.constexpr = tl.cdiv(M, ROWS)
     for block in tl.range(tl.program_id(0), blocks, tl.num_programs(0), num_stages=STAGES):
         xs = ()
         for i in tl.static_range(CHUNKS):
             xs = xs + (load_chunk(x_ptr, block, i, M, WIDTH, ROWS, CHUNK),)
-        xs, inverse = moments(xs, WIDTH, CHUNK, CHUNKS, EPSILON)
+        xs, inverse = moments(xs, WIDTH, CHUNK, CHUNKS, EPSILON, CENTRED)
         ys = ()
         absmax = smallest_absmax(ROWS, CHUNK)
         for i in tl.static_range(CHUNKS):
             gamma = load_vector(gamma_ptr, i, WIDTH, CHUNK)
-            y = xs[i] * (inverse * gamma) + load_vector(beta_ptr, i, WIDTH, CHUNK)
+            if OFFSET != 0:
+                gamma += OFFSET
+            y = xs[i] * (inverse * gamma)
+            if CENTRED:
+                y += load_vector(beta_ptr, i, WIDTH, CHUNK)
             y = round_chunk(y, y_ptr, dtype, block, i, M, WIDTH, ROWS, CHUNK, WRITE)
             ys = ys + (y,)
             absmax = nan_maximum(absmax, tl.abs(y))
@@ -78,20 +86,49 @@ def layer_norm(
 ) -> tuple[jax.Array | None, QTensor | None]:
     """`reference.layer_norm`."""
     tile = tile or tiles.row_tile("layer_norm", x.shape[-1])
+    constants = {"EPSILON": epsilon, "OFFSET": 0.0, "CENTRED": True}
+    return _forward(x, gamma, beta, quantize_to, high_precision, tile, constants)
+
+
+def rms_norm(
+    x: jax.Array,
+    gamma: jax.Array,
+    *,
+    epsilon: float,
+    offset: float = 0.0,
+    quantize_to: str | None = None,
+    high_precision: bool = True,
+    tile: tiles.RowTile | None = None,
+) -> tuple[jax.Array | None, QTensor | None]:
+    """`reference.rms_norm`."""
+    tile = tile or tiles.row_tile("rms_norm", x.shape[-1])
+    constants = {"EPSILON": epsilon, "OFFSET": offset, "CENTRED": False}
+    return _forward(x, gamma, gamma, quantize_to, high_precision, tile, constants)
+
+
+def _forward(
+    x: jax.Array,
+    gamma: jax.Array,
+    beta: jax.Array,
+    quantize_to: str | None,
+    high_precision: bool,
+    tile: tiles.RowTile,
+    constants: dict[str, Any],
+) -> tuple[jax.Array | None, QTensor | None]:
     y, values, scale = launcher.call(
         x,
         gamma,
         beta,
-        kernel=_layer_norm_kernel,
+        kernel=_norm_kernel,
         out_type=(
             launcher.output(high_precision, x.shape, x.dtype),
             *chunks.quantized_outputs(x, quantize_to),
         ),
         grid=(chunks.program_count(x, tile, persistent=False),),
         num_warps=tile.warps,
-        EPSILON=epsilon,
         WRITE=high_precision,
         QUANTIZE=quantize_to is not None,
+        **constants,
         **chunks.range_constants(quantize_to),
         **chunks.row_constants(x, tile, persistent=False),
     )
@@ -116,17 +153,21 @@ def _load_gradients(
 def _backward_terms(
     gamma_ptr, beta_ptr, y_ptr, xs, inverse, gradients, gamma_sums, beta_sums, block,
     M: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr, RECOMPUTE: tl.constexpr,
+    CHUNKS: tl.constexpr, OFFSET: tl.constexpr, CENTRED: tl.constexpr, RECOMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """Returns v = gradient gamma, v times centred rows xs, and the running gradients of gamma and beta."""
+    """Returns v = gradient gamma, v times the rows xs, and the running gradients of gamma and beta."""
     vs = ()
     products = ()
     new_gamma_sums = ()
     new_beta_sums = ()
     for i in tl.static_range(CHUNKS):
         gamma = load_vector(gamma_ptr, i, WIDTH, CHUNK)
+        if OFFSET != 0:
+            gamma += OFFSET
         if RECOMPUTE:
-            y = xs[i] * (inverse * gamma) + load_vector(beta_ptr, i, WIDTH, CHUNK)
+            y = xs[i] * (inverse * gamma)
+            if CENTRED:
+                y += load_vector(beta_ptr, i, WIDTH, CHUNK)
             y = round_to(y, y_ptr.dtype.element_ty)[0]
             store_chunk(y_ptr, y, block, i, M, WIDTH, ROWS, CHUNK)
         v = gradients[i] * gamma
@@ -134,23 +175,28 @@ def _backward_terms(
         products = products + (v * xs[i],)
         term = tl.sum(gradients[i] * (xs[i] * inverse), 0)
         new_gamma_sums = new_gamma_sums + (gamma_sums[i] + term,)
-        new_beta_sums = new_beta_sums + (beta_sums[i] + tl.sum(gradients[i], 0),)
+        term = tl.sum(gradients[i], 0) if CENTRED else 0.0
+        new_beta_sums = new_beta_sums + (beta_sums[i] + term,)
     return vs, products, new_gamma_sums, new_beta_sums
 
 
 @triton.jit
 def _store_input_gradient(
     dx_ptr, residual_ptr, xs, inverse, vs, products, block, M: tl.constexpr, WIDTH: tl.constexpr,
-    ROWS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, RESIDUAL: tl.constexpr,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, CENTRED: tl.constexpr,
+    RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     """dx = (v - mean(v) - n mean(v n)) / deviation + residual, with n the normalized row.
 
-    Args: centred rows xs, reciprocal deviations `inverse`, v, and the products v xs.
+    RMSNorm has no mean(v). Args: rows xs, centred for LayerNorm, reciprocal deviations `inverse`, v, and the
+    products v xs.
     """
-    v_mean = row_sum(vs, CHUNKS) * (1.0 / WIDTH)
+    if CENTRED:
+        v_mean = row_sum(vs, CHUNKS) * (1.0 / WIDTH)
     slope = row_sum(products, CHUNKS) * (1.0 / WIDTH) * inverse * inverse
     for i in tl.static_range(CHUNKS):
-        dx = (vs[i] - v_mean - xs[i] * slope) * inverse
+        v = vs[i] - v_mean if CENTRED else vs[i]
+        dx = (v - xs[i] * slope) * inverse
         if RESIDUAL:
             dx += load_chunk(residual_ptr, block, i, M, WIDTH, ROWS, CHUNK)
         dx = dx.to(dx_ptr.dtype.element_ty)
@@ -158,7 +204,7 @@ def _store_input_gradient(
 
 
 @triton.jit
-def _layer_norm_backward_kernel(
+def _norm_backward_kernel(
     x_ptr,  # [M, WIDTH]
     gradient_ptr,  # [M, WIDTH]
     second_ptr,  # [M, WIDTH], as the next two
@@ -167,14 +213,16 @@ def _layer_norm_backward_kernel(
     gamma_ptr,  # [WIDTH]
     beta_ptr,  # [WIDTH]
     dx_ptr,  # [M, WIDTH]
-    sums_ptr,  # [programs, 2, WIDTH]: gamma's and beta's
-    y_ptr,  # [M, WIDTH], LayerNorm's output
+    sums_ptr,  # [programs, 2, WIDTH]: gamma's and beta's; [programs, 1, WIDTH] for RMSNorm
+    y_ptr,  # [M, WIDTH], the norm's output
     M: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
     EPSILON: tl.constexpr,
+    OFFSET: tl.constexpr,
+    CENTRED: tl.constexpr,
     GRADIENTS: tl.constexpr,  # 1 to 3, whose sum is the gradient
     RESIDUAL: tl.constexpr,
     RECOMPUTE: tl.constexpr,  # whether to write y
@@ -193,20 +241,22 @@ def _layer_norm_backward_kernel(
                 gradient_ptr, second_ptr, third_ptr, block, i, M, WIDTH, ROWS, CHUNK, GRADIENTS
             )
             gradients = gradients + (gradient,)
-        xs, inverse = moments(xs, WIDTH, CHUNK, CHUNKS, EPSILON)
+        xs, inverse = moments(xs, WIDTH, CHUNK, CHUNKS, EPSILON, CENTRED)
 
         vs, products, gamma_sums, beta_sums = _backward_terms(
             gamma_ptr, beta_ptr, y_ptr, xs, inverse, gradients, gamma_sums, beta_sums, block, M,
-            WIDTH, ROWS, CHUNK, CHUNKS, RECOMPUTE,
+            WIDTH, ROWS, CHUNK, CHUNKS, OFFSET, CENTRED, RECOMPUTE,
         )  # fmt: skip
         _store_input_gradient(
             dx_ptr, residual_ptr, xs, inverse, vs, products, block, M, WIDTH, ROWS, CHUNK, CHUNKS,
-            RESIDUAL,
+            CENTRED, RESIDUAL,
         )  # fmt: skip
 
+    SUMS: tl.constexpr = 2 if CENTRED else 1
     for i in tl.static_range(CHUNKS):
-        store_sum(sums_ptr, gamma_sums[i], i, WIDTH, CHUNK, SUM=0, SUMS=2)
-        store_sum(sums_ptr, beta_sums[i], i, WIDTH, CHUNK, SUM=1, SUMS=2)
+        store_sum(sums_ptr, gamma_sums[i], i, WIDTH, CHUNK, SUM=0, SUMS=SUMS)
+        if CENTRED:
+            store_sum(sums_ptr, beta_sums[i], i, WIDTH, CHUNK, SUM=1, SUMS=SUMS)
 
 
 def layer_norm_backward(
@@ -220,36 +270,69 @@ def layer_norm_backward(
     tile: tiles.RowTile | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """`reference.layer_norm_backward`."""
+    tile = tile or tiles.row_tile("layer_norm_backward", x.shape[-1])
+    constants = {"EPSILON": epsilon, "OFFSET": 0.0, "CENTRED": True, "RECOMPUTE": beta is not None}
+    beta = gamma if beta is None else beta
+    dx, (dgamma, dbeta), y = _backward(x, gamma, beta, gradient, residual, tile, constants)
+    return dx, dgamma, dbeta, y
+
+
+def rms_norm_backward(
+    x: jax.Array,
+    gamma: jax.Array,
+    gradient: jax.Array | tuple[jax.Array, ...],
+    residual: jax.Array | None = None,
+    *,
+    epsilon: float,
+    offset: float = 0.0,
+    recompute: bool = False,
+    tile: tiles.RowTile | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """`reference.rms_norm_backward`."""
+    tile = tile or tiles.row_tile("rms_norm_backward", x.shape[-1])
+    constants = {"EPSILON": epsilon, "OFFSET": offset, "CENTRED": False, "RECOMPUTE": recompute}
+    dx, (dgamma,), y = _backward(x, gamma, gamma, gradient, residual, tile, constants)
+    return dx, dgamma, y
+
+
+def _backward(
+    x: jax.Array,
+    gamma: jax.Array,
+    beta: jax.Array,
+    gradient: jax.Array | tuple[jax.Array, ...],
+    residual: jax.Array | None,
+    tile: tiles.RowTile,
+    constants: dict[str, Any],
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Returns dx, the gradients of the parameters [1 or 2, n], and the recomputed result or None."""
     gradients = gradient if isinstance(gradient, tuple) else (gradient,)
     if len(gradients) > 3:
         rest = sum((g.astype(jnp.float32) for g in gradients[3:]), gradients[2].astype(jnp.float32))
         gradients = (*gradients[:2], rest.astype(x.dtype))
-    tile = tile or tiles.row_tile("layer_norm_backward", x.shape[-1])
-    programs = chunks.program_count(x, tile, persistent=True, sums=2)
-    partial_sums = jax.ShapeDtypeStruct((programs, 2, x.shape[-1]), jnp.float32)
-    rows = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    count = 2 if constants["CENTRED"] else 1
+    programs = chunks.program_count(x, tile, persistent=True, sums=count)
     dx, sums, y = launcher.call(
         x,
         *(gradients * 3)[:3],  # unread arguments still need an address
         x if residual is None else residual,
         gamma,
-        gamma if beta is None else beta,
-        kernel=_layer_norm_backward_kernel,
+        beta,
+        kernel=_norm_backward_kernel,
         out_type=(
-            rows,
-            partial_sums,
-            jax.ShapeDtypeStruct((1,), x.dtype) if beta is None else rows,
+            jax.ShapeDtypeStruct(x.shape, x.dtype),
+            jax.ShapeDtypeStruct((programs, count, x.shape[-1]), jnp.float32),
+            jax.ShapeDtypeStruct(x.shape if constants["RECOMPUTE"] else (1,), x.dtype),
         ),
         grid=(programs,),
         num_warps=tile.warps,
-        EPSILON=epsilon,
         GRADIENTS=len(gradients),
         RESIDUAL=residual is not None,
-        RECOMPUTE=beta is not None,
+        **constants,
         **chunks.row_constants(x, tile, persistent=True),
     )
-    dgamma, dbeta = jnp.sum(sums, axis=0)  # one kernel for both
-    return dx, dgamma, dbeta, None if beta is None else y
+    return dx, jnp.sum(sums, axis=0), y if constants["RECOMPUTE"] else None
 
 
-WHY_NOT = {"layer_norm": chunks.why_not, "layer_norm_backward": chunks.why_not}
+WHY_NOT = dict.fromkeys(
+    ("layer_norm", "layer_norm_backward", "rms_norm", "rms_norm_backward"), chunks.why_not
+)

@@ -1,0 +1,229 @@
+"""Times language models on one GPU: blocks forward and backward, and whole training steps, in Flax and swjax.
+
+    python -m benchmarks.language_models --out=benchmarks/results/language_models.json
+    python -m benchmarks.language_models --kinds blocks --models llama-3-8b --arms flax switchback_hadamard
+    python -m benchmarks.language_models --kinds step --models llama-3.2-1b --batch 16 --remat
+    python -m benchmarks.language_models --models tiny --out=tiny.json      # on any machine
+
+"blocks": the gradients of all parameters and of the input. "step": embedding, blocks, head, cross-entropy in
+chunks, and AdamW by optax, with donated buffers. The embedding and the head are in bf16 in every arm. Arms:
+"flax" is plain Flax NNX in bf16; a recipe alone is the same model converted by
+`swjax.nnx.quantize_model(blocks, {".*": recipe})`; "+fused" are the operations of swjax called by hand; the
+others are Flax's fp8 products and Qwix. Parameters are in float32. PyTorch has its own program,
+language_models_torch.py, with the same shapes.
+
+Data are random and on the device. Times are wall-clock times over consecutive calls, the median of REPEATS;
+kernel times come from CUPTI; memory is XLA's plan. Each row is written as soon as it is measured, and none
+starts after --seconds. `ratio` is the speed-up over "flax" in the same run.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.kernels import timing  # noqa: E402
+from benchmarks.language_models_flax import (
+    ARMS,
+    DTYPE,
+    Fp8State,
+    LanguageModel,
+)
+from benchmarks.language_models_shapes import (  # noqa: E402
+    B2,
+    KINDS,
+    LEARNING_RATE,
+    MEASURED,
+    MODELS,
+    SHAPES,
+    WEIGHT_DECAY,
+    Shape,
+)
+from swjax.diagnostics import device_time  # noqa: E402
+from swjax.models import sharding  # noqa: E402
+from swjax.training.log.timing import peak_flops  # noqa: E402
+
+REPEATS = 3
+COLUMNS = {"kind": -6, "model": -12, "arm": -25, "batch": 5, "ms": 8, "ms_of_kernels": 13}
+COLUMNS |= {"tokens_per_second": 17, "tflops": 7, "temporaries_gib": 15, "ratio": 6, "error": -1}
+
+
+class Case(NamedTuple):
+    kind: str
+    model: str
+    arm: str
+    shape: Shape
+    remat: bool
+
+    @property
+    def row(self) -> dict:
+        shape = self.shape
+        return {
+            "kind": self.kind,
+            "model": self.model,
+            "arm": self.arm,
+            "remat": self.remat,
+            "batch": shape.batch,
+            "length": shape.length,
+            "flops": shape.flops,
+        }
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    records = timing.Records(args.out, args.seconds)
+    for case in cases(args):
+        if records.seconds_left < 0:
+            break
+        try:
+            records.add(**measure(records.rows, case))
+        except Exception as error:  # a case that fails must not end the run
+            records.add(**case.row, error=f"{type(error).__name__}: {str(error)[:300]}")
+    print("\n" + timing.table(records.rows, COLUMNS))
+    return 0
+
+
+def parse(argv):
+    parser = argparse.ArgumentParser(description="Times language models; see the top of the file.")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MEASURED)
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--batch", type=int, help="sequences, in place of each shape's")
+    parser.add_argument("--remat", action="store_true", help="recompute each block's forward pass")
+    parser.add_argument("--seconds", type=float, default=540, help="no case starts after this")
+    parser.add_argument("--out", type=Path, help="JSON file, rewritten after every row")
+    return parser.parse_args(argv)
+
+
+def cases(args):
+    for kind in args.kinds:
+        for model in args.models:
+            if shape := SHAPES[kind].get(model):
+                shape = shape._replace(batch=args.batch or shape.batch)
+                for arm in args.arms:
+                    yield Case(kind, model, arm, shape, args.remat)
+
+
+def measure(rows: list[dict], case: Case) -> dict:
+    """Returns a row: speed, memory, and the time of each kind of kernel."""
+    began = time.perf_counter()
+    compiled, run = {"blocks": blocks, "step": step}[case.kind](case)
+    compile_seconds = time.perf_counter() - began
+    at_least = 0.8 if case.model in MEASURED else 0
+    repeats = [timing.seconds_per_call(run, at_least) for _ in range(REPEATS)]
+    seconds, shape = statistics.median(repeats), case.shape
+    memory = compiled.memory_analysis()
+    row = case.row | {
+        "ms": 1e3 * seconds,
+        "ms_of_repeats": [round(1e3 * each, 2) for each in repeats],
+        "tokens_per_second": shape.tokens / seconds,
+        "tflops": shape.flops / seconds / 1e12,
+        "memory_gib": (memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 2**30,
+        "temporaries_gib": memory.temp_size_in_bytes / 2**30,
+        "compile_seconds": round(compile_seconds),
+    }
+    if peak := peak_flops(jax.devices()[0]):
+        row["mfu"] = shape.flops / seconds / peak
+    same = ("kind", "model", "remat", "batch")
+    for base in rows:
+        if base["arm"] == "flax" and base.get("ms") and all(base[k] == row[k] for k in same):
+            row["ratio"] = base["ms"] / row["ms"]
+            row["temporaries_ratio"] = row["temporaries_gib"] / base["temporaries_gib"]
+    return row | kernel_times(run)
+
+
+def kernel_times(run: Callable) -> dict:
+    if jax.default_backend() != "gpu":
+        return {}
+    launches = timing.launches(run)
+    kinds = device_time.sum_by_kind(launches)
+    return {
+        "ms_of_kernels": sum(kinds.values()),
+        "kernels_ms": {kind: round(ms, 3) for kind, ms in kinds.items()},
+        "top_kernels_ms": timing.top_kernels(launches),
+    }
+
+
+# --- the programs: each returns the compiled program and a function that runs it once -----------------
+
+
+def blocks(case: Case) -> tuple[jax.stages.Compiled, Callable]:
+    """Computes the gradients of all parameters of a stack of blocks, and of its input."""
+    shape = case.shape
+    graph, like = split(lambda: ARMS[case.arm](shape, case.remat))
+
+    def loss(params, x, g):
+        y = nnx.merge(graph, params)(x, None)
+        return jnp.sum((y * g).astype(jnp.float32))
+
+    arrays = [timing.random(shape.batch, shape.length, shape.width, dtype=DTYPE) for _ in range(2)]
+    compiled = compile_(jax.grad(loss, argnums=(0, 1)), like, *arrays)
+    return compiled, partial(compiled, filled(like), *arrays)
+
+
+def step(case: Case) -> tuple[jax.stages.Compiled, Callable]:
+    """Runs a whole training step; each call continues from the state of the one before."""
+    shape = case.shape
+    graph, like = split(lambda: LanguageModel(ARMS[case.arm](shape, case.remat), shape))
+    optimizer = optax.adamw(LEARNING_RATE, b2=B2, weight_decay=WEIGHT_DECAY)
+
+    def train(params, state, tokens):
+        loss, gradients = jax.value_and_grad(lambda p: nnx.merge(graph, p)(tokens))(params)
+        updates, state = optimizer.update(gradients, state, params)
+        return overwritten(optax.apply_updates(params, updates), gradients), state, loss
+
+    size = (shape.batch, shape.length + 1)
+    tokens = jax.random.randint(jax.random.key(0), size, 0, shape.vocabulary)
+    states = like, jax.eval_shape(optimizer.init, like)
+    compiled = compile_(train, *states, tokens, donate_argnums=(0, 1))
+    queue = [(filled(like), jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), states[1]))]
+
+    def run():
+        *state, loss = compiled(*queue.pop(), tokens)
+        queue.append(state)
+        return loss
+
+    return compiled, run
+
+
+def split(make: Callable[[], nnx.Module]) -> tuple[nnx.GraphDef, nnx.State]:
+    """Returns a model's graph, and the shapes of its parameters."""
+    return nnx.split(nnx.eval_shape(make))
+
+
+def filled(like: nnx.State) -> nnx.State:
+    """Random matrices, and ones for vectors: it compiles faster than a model's own initial values."""
+
+    def fill(leaf):
+        if leaf.ndim == 1:
+            return jnp.ones(leaf.shape, leaf.dtype)
+        return timing.random(*leaf.shape, dtype=leaf.dtype, scale=0.02)
+
+    return jax.tree.map(fill, like)
+
+
+def overwritten(params: nnx.State, gradients: nnx.State) -> nnx.State:
+    """The parameters, where the gradient of a state of Flax's fp8 products is its next value."""
+    is_state = lambda leaf: isinstance(leaf, Fp8State)
+    return jax.tree.map(lambda p, g: g if is_state(p) else p, params, gradients, is_leaf=is_state)
+
+
+def compile_(function: Callable, *arrays, **options) -> jax.stages.Compiled:
+    options |= {"compiler_options": sharding.compiler_options()}
+    return jax.jit(function, **options).lower(*arrays).compile()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,193 @@
+"""Language models in Flax NNX, and the ways in which language_models.py quantizes their blocks."""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import swjax
+import swjax.nnx
+from benchmarks.language_models_shapes import CHUNK, EPSILON, ROPE_BASE, Shape
+from swjax.losses import linear_cross_entropy
+from swjax.models.embeddings import lookup
+
+DTYPE = jnp.bfloat16  # of activations; parameters are in float32
+Rotation = tuple[jax.Array, jax.Array]  # cosines and sines [t, d / 2] of rotary positions
+
+
+class Block(nnx.Module):
+    """A block as a user of Flax writes it: ``x + o(attention(norm(x)))``, then ``x + SwiGLU(norm(x))``."""
+
+    def __init__(self, shape: Shape, rngs: nnx.Rngs):
+        norm = partial(
+            nnx.RMSNorm, epsilon=EPSILON, dtype=DTYPE, param_dtype=jnp.float32, rngs=rngs
+        )
+        linear = partial(nnx.Linear, use_bias=False, dtype=DTYPE, rngs=rngs)
+        width, hidden = shape.width, shape.hidden
+        queries, keys = shape.heads * shape.head_width, shape.kv_heads * shape.head_width
+        self.attention_norm, self.mlp_norm = norm(width), norm(width)
+        self.q_proj, self.o_proj = linear(width, queries), linear(queries, width)
+        self.k_proj, self.v_proj = linear(width, keys), linear(width, keys)
+        self.gate_proj, self.up_proj = linear(width, hidden), linear(width, hidden)
+        self.down_proj = linear(hidden, width)
+        self.q_norm = norm(shape.head_width) if shape.qk_norm else None
+        self.k_norm = norm(shape.head_width) if shape.qk_norm else None
+        self.head_width = shape.head_width
+
+    def __call__(self, x: jax.Array, rotation: Rotation | None) -> jax.Array:
+        y = self.attention_norm(x)
+        x = x + self.o_proj(self.attend(self.q_proj(y), self.k_proj(y), self.v_proj(y), rotation))
+        y = self.mlp_norm(x)
+        return x + self.down_proj(nnx.silu(self.gate_proj(y)) * self.up_proj(y))
+
+    def attend(self, q, k, v, rotation):
+        """Causal attention: [b, t, heads x head_width] -> the same."""
+        q, k, v = (y.reshape(*y.shape[:2], -1, self.head_width) for y in (q, k, v))
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if rotation is not None:
+            q, k = rotate(q, *rotation), rotate(k, *rotation)
+        implementation = "cudnn" if jax.default_backend() == "gpu" else "xla"
+        y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
+        return y.reshape(*y.shape[:2], -1)
+
+
+class FusedBlock(Block):
+    """The same block in swjax's fused operations."""
+
+    def __init__(self, shape: Shape, rngs: nnx.Rngs, recipe: str):
+        super().__init__(shape, rngs)
+        self.recipe = recipe
+
+    def __call__(self, x: jax.Array, rotation: Rotation | None) -> jax.Array:
+        norms = (self.attention_norm, self.mlp_norm)
+        norm, norm2 = (swjax.RMSNorm(norm.scale[...], EPSILON) for norm in norms)
+        attention = (self.q_proj, self.k_proj, self.v_proj, self.o_proj)
+        *qkv, out = (layer.kernel[...] for layer in attention)
+        ys, x = swjax.switchback(x, tuple(qkv), recipe=self.recipe, prologue=norm, residual=True)
+        x = swjax.switchback(self.attend(*ys, rotation), out, addend=x, recipe=self.recipe)
+        mlp = (layer.kernel[...] for layer in (self.gate_proj, self.up_proj, self.down_proj))
+        return swjax.gated_mlp(x, *mlp, recipe=self.recipe, prologue=norm2, add_input=True)
+
+
+class Blocks(nnx.Module):
+    """A stack of blocks: [b, t, width] -> the same. `remat` recomputes each block in the backward pass."""
+
+    def __init__(self, make: Callable[[nnx.Rngs], Block], shape: Shape, remat: bool):
+        self.layers = nnx.List([make(nnx.Rngs(i)) for i in range(shape.layers)])
+        self.remat = remat
+
+    def __call__(self, x: jax.Array, rotation: Rotation | None) -> jax.Array:
+        def call(layer, x, rotation):
+            return layer(x, rotation)
+
+        call = nnx.remat(call) if self.remat else call
+        for layer in self.layers:
+            x = call(layer, x, rotation)
+        return x
+
+
+class LanguageModel(nnx.Module):
+    """Embedding, blocks, norm and head in bfloat16: tokens [b, t + 1] -> the mean loss of the next tokens."""
+
+    def __init__(self, blocks: nnx.Module, shape: Shape):
+        rngs, size = nnx.Rngs(shape.layers), (shape.vocabulary, shape.width)
+        init = nnx.initializers.normal(shape.width**-0.5)
+        self.embedding = nnx.Param(init(rngs(), size, jnp.float32))
+        self.head = None if shape.tied else nnx.Param(init(rngs(), size[::-1], jnp.float32))
+        self.blocks = blocks
+        self.norm = nnx.RMSNorm(shape.width, epsilon=EPSILON, dtype=DTYPE, rngs=rngs)
+        self.head_width = shape.head_width
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        table = self.embedding[...]
+        x = lookup(table, tokens[:, :-1], DTYPE.dtype.name).astype(DTYPE)
+        x = self.norm(self.blocks(x, rotation(x.shape[1], self.head_width)))
+        head = table.T if self.head is None else self.head[...]
+        return linear_cross_entropy(x, head, tokens[:, 1:], chunk=CHUNK, logits_dtype=DTYPE)
+
+
+def rotation(length: int, width: int) -> Rotation:
+    frequencies = ROPE_BASE ** (-jnp.arange(0, width, 2) / width)
+    angles = jnp.arange(length)[:, None] * frequencies
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(x: jax.Array, cosines: jax.Array, sines: jax.Array) -> jax.Array:
+    """Rotary positions of x [b, t, h, d]: turns the pairs (x_i, x_{i + d/2})."""
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cosines, sines = cosines[:, None], sines[:, None]
+    turned = (a * cosines - b * sines, b * cosines + a * sines)
+    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+
+
+# --- arms: functions (shape, remat) -> blocks ----------------------------------------------------------
+
+
+def plain(shape: Shape, remat: bool) -> nnx.Module:
+    return Blocks(lambda rngs: Block(shape, rngs), shape, remat)
+
+
+def converted(recipe: str, shape: Shape, remat: bool) -> nnx.Module:
+    return swjax.nnx.quantize_model(plain(shape, remat), {".*": recipe})
+
+
+def fused(recipe: str, shape: Shape, remat: bool) -> nnx.Module:
+    return Blocks(lambda rngs: FusedBlock(shape, rngs, recipe), shape, remat)
+
+
+def qwix(dtype: str, shape: Shape, remat: bool) -> nnx.Module:
+    """Qwix with all three products quantized, as in its documentation of training."""
+    import qwix
+
+    rule = qwix.QtRule(module_path=".*_proj", weight_qtype=dtype, act_qtype=dtype, bwd_qtype=dtype)
+    x = jnp.zeros((1, 8, shape.width), DTYPE)
+    return qwix.quantize_model(plain(shape, remat), qwix.QtProvider([rule]), x, None)
+
+
+def flax_fp8(shape: Shape, remat: bool) -> nnx.Module:
+    blocks = plain(shape, remat)
+    for _, module in list(nnx.iter_modules(blocks)):
+        if isinstance(module, nnx.Linear):
+            module.dot_general = nnx.data(Fp8Product())
+    return blocks
+
+
+class Fp8State(nnx.Param):
+    """A scale or a history of maxima of Flax's fp8 products. Its gradient is its next value."""
+
+
+class Fp8Product(nnx.Module):
+    """Flax's fp8 product with delayed scales, which Flax has as a Linen module, with its state in NNX."""
+
+    def __init__(self):
+        state = {"scale": jnp.ones(1), "amax_history": jnp.zeros(1024)}
+        operands = ("lhs", "rhs", "grad")
+        self.state = nnx.Dict(
+            {f"{of}_{name}": Fp8State(x) for of in operands for name, x in state.items()}
+        )
+
+    def __call__(self, lhs, rhs, dimension_numbers, **_) -> jax.Array:
+        from flax.linen import fp8_ops
+
+        state = {name: variable[...] for name, variable in self.state.items()}
+        options = {"preferred_element_type": lhs.dtype, "quantize_compute_type": lhs.dtype}
+        return fp8_ops.fp8_scaled_dot_general(lhs, rhs, dimension_numbers, **state, **options)
+
+
+ARMS: dict[str, Callable[[Shape, bool], nnx.Module]] = {
+    "flax": plain,
+    "switchback_hadamard+fused": partial(fused, "switchback_hadamard"),
+    "switchback_hadamard": partial(converted, "switchback_hadamard"),
+    "int8_hadamard": partial(converted, "int8_hadamard"),
+    "switchback+fused": partial(fused, "switchback"),
+    "switchback": partial(converted, "switchback"),
+    "standard": partial(converted, "standard"),
+    "standard+fused": partial(fused, "standard"),
+    "fp8_switchback": partial(converted, "fp8_switchback"),
+    "flax_fp8": flax_fp8,
+    "qwix_int8": partial(qwix, "int8"),
+    "qwix_fp8": partial(qwix, "float8_e4m3fn"),
+}

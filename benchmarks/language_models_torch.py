@@ -1,0 +1,327 @@
+"""Times the models of language_models.py in PyTorch under torch.compile: bf16, torchao's float8 and int8.
+
+    python benchmarks/language_models_torch.py --out=benchmarks/results/language_models_torch.json
+    python benchmarks/language_models_torch.py --kinds blocks --models llama-3-8b --arms bf16 float8_tensorwise
+    python benchmarks/language_models_torch.py --models tiny --arms bf16      # on any machine
+
+It has a process and an environment of its own, because PyTorch needs another Triton than swjax's kernels.
+Blocks have bf16 parameters. Whole steps have fp32 parameters under autocast and the fused AdamW, as swjax's
+have fp32 parameters; the head and its loss run in chunks with bf16 logits. "int8" is torchao's int8
+mixed-precision training with all three products in int8; "int8_wgrad16" has 16-bit weight gradients. Times
+are wall-clock times over consecutive calls, the median of REPEATS; memory is PyTorch's peak.
+"""
+
+import argparse
+import contextlib
+import datetime
+import importlib.metadata
+import itertools
+import json
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.language_models_shapes import (  # noqa: E402
+    B2,
+    CHUNK,
+    EPSILON,
+    KINDS,
+    LEARNING_RATE,
+    MEASURED,
+    MODELS,
+    ROPE_BASE,
+    SHAPES,
+    WEIGHT_DECAY,
+    Shape,
+)
+
+REPEATS, CALLS = 3, 10
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PACKAGES = ("torch", "torchao", "triton")
+
+
+# --- the model -----------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self, shape: Shape):
+        super().__init__()
+        linear = lambda rows, columns: nn.Linear(rows, columns, bias=False)
+        width, hidden = shape.width, shape.hidden
+        queries, keys = shape.heads * shape.head_width, shape.kv_heads * shape.head_width
+        self.attention_norm, self.mlp_norm = (nn.RMSNorm(width, EPSILON) for _ in range(2))
+        self.q_proj, self.o_proj = linear(width, queries), linear(queries, width)
+        self.k_proj, self.v_proj = linear(width, keys), linear(width, keys)
+        self.gate_proj, self.up_proj = linear(width, hidden), linear(width, hidden)
+        self.down_proj = linear(hidden, width)
+        norm = lambda: nn.RMSNorm(shape.head_width, EPSILON) if shape.qk_norm else nn.Identity()
+        self.q_norm, self.k_norm = norm(), norm()
+        self.head_width = shape.head_width
+
+    def forward(self, x, rotation):
+        y = self.attention_norm(x)
+        x = x + self.o_proj(self.attend(self.q_proj(y), self.k_proj(y), self.v_proj(y), rotation))
+        y = self.mlp_norm(x)
+        return x + self.down_proj(functional.silu(self.gate_proj(y)) * self.up_proj(y))
+
+    def attend(self, q, k, v, rotation):
+        q, k, v = (y.unflatten(-1, (-1, self.head_width)).transpose(1, 2) for y in (q, k, v))
+        q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
+        if rotation is not None:
+            q, k = rotate(q, *rotation), rotate(k, *rotation)
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return y.transpose(1, 2).flatten(2)
+
+
+class Blocks(nn.Module):
+    def __init__(self, shape: Shape, remat: bool):
+        super().__init__()
+        self.layers = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.remat = remat
+
+    def forward(self, x, rotation=None):
+        for layer in self.layers:
+            if self.remat:
+                x = checkpoint(layer, x, rotation, use_reentrant=False)
+            else:
+                x = layer(x, rotation)
+        return x
+
+
+class LanguageModel(nn.Module):
+    """Embedding, blocks and norm: tokens [b, t] -> [b, t, width] in bfloat16; `head` has the head's weight."""
+
+    def __init__(self, blocks: nn.Module, shape: Shape):
+        super().__init__()
+        self.embedding = nn.Embedding(shape.vocabulary, shape.width)
+        nn.init.normal_(self.embedding.weight, std=shape.width**-0.5)
+        self.blocks, self.norm = blocks, nn.RMSNorm(shape.width, EPSILON)
+        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
+        if shape.tied:
+            self.head.weight = self.embedding.weight
+        frequencies = ROPE_BASE ** (-torch.arange(0, shape.head_width, 2) / shape.head_width)
+        angles = torch.arange(shape.length)[:, None] * frequencies
+        self.register_buffer("cosines", angles.cos())
+        self.register_buffer("sines", angles.sin())
+
+    def forward(self, tokens):
+        x = self.embedding(tokens).bfloat16()
+        return self.norm(self.blocks(x, (self.cosines, self.sines))).bfloat16()
+
+
+def rotate(x, cosines, sines):
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat((a * cosines - b * sines, b * cosines + a * sines), -1).to(x.dtype)
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """The mean loss of a head; the forward pass computes the gradients in chunks, as swjax's does."""
+
+    @staticmethod
+    def forward(ctx, x, weight, labels):
+        """x [b, t, d] in bfloat16, weight [v, d] in float32, labels [b, t]. Products are in bfloat16."""
+        total, dx = torch.zeros((), device=x.device), torch.empty_like(x)
+        dw, weight = torch.zeros_like(weight), weight.to(x.dtype)
+        for start in range(0, x.shape[1], CHUNK):
+            part = slice(start, start + CHUNK)
+            rows = x[:, part].flatten(0, 1)
+            loss, gradient = chunk_loss(rows @ weight.T, labels[:, part].flatten(), labels.numel())
+            total += loss
+            dx[:, part] = (gradient @ weight).view_as(x[:, part])
+            dw += gradient.T @ rows
+        ctx.save_for_backward(dx, dw)
+        return total
+
+    @staticmethod
+    def backward(ctx, g):
+        dx, dw = ctx.saved_tensors
+        return g.to(dx.dtype) * dx, g * dw, None
+
+
+@torch.compile(dynamic=False)
+def chunk_loss(logits, labels, count: int):
+    """The sum of the losses over `count`, and its gradient by the logits, in their dtype."""
+    wide = logits.float()
+    lse = torch.logsumexp(wide, -1, keepdim=True)
+    match = labels[:, None] == torch.arange(wide.shape[-1], device=wide.device)
+    loss = (lse[:, 0] - torch.where(match, wide, 0.0).sum(-1)).sum() / count
+    return loss, (((wide - lse).exp() - match.float()) / count).to(logits.dtype)
+
+
+# --- arms: functions that convert blocks ----------------------------------------------------------------
+
+
+def float8(recipe: str, blocks: nn.Module) -> nn.Module:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    return convert_to_float8_training(
+        blocks, config=Float8LinearConfig.from_recipe_name(recipe)
+    )
+
+
+def int8(grad_weight: bool, blocks: nn.Module) -> nn.Module:
+    from torchao import quantize_
+    from torchao.prototype import quantized_training as training
+
+    config = training.Int8MixedPrecisionTrainingConfig(
+        output=True, grad_input=True, grad_weight=grad_weight
+    )
+    quantize_(blocks, training.int8_mixed_precision_training(config))
+    return blocks
+
+
+ARMS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "bf16": lambda blocks: blocks,
+    "float8_tensorwise": lambda blocks: float8("tensorwise", blocks),
+    "float8_rowwise": lambda blocks: float8("rowwise", blocks),
+    "int8": lambda blocks: int8(True, blocks),
+    "int8_wgrad16": lambda blocks: int8(False, blocks),
+}
+
+
+# --- the programs: each returns a function that runs it once -------------------------------------------
+
+
+def run_blocks(arm: str, shape: Shape, remat: bool) -> Callable[[], None]:
+    model = ARMS[arm](Blocks(shape, remat).to(DEVICE, torch.bfloat16))
+    compiled = torch.compile(model)
+    size = (shape.batch, shape.length, shape.width)
+    x, g = (torch.randn(size, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    x.requires_grad_()
+
+    def run():
+        x.grad = None
+        model.zero_grad(set_to_none=True)
+        compiled(x).backward(g)
+
+    return run
+
+
+def run_step(arm: str, shape: Shape, remat: bool) -> Callable[[], None]:
+    model = LanguageModel(ARMS[arm](Blocks(shape, remat)), shape).to(DEVICE)
+    options = {"lr": LEARNING_RATE, "betas": (0.9, B2), "weight_decay": WEIGHT_DECAY}
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **options)
+    compiled = torch.compile(model)
+    size = (shape.batch, shape.length + 1)
+    tokens = torch.randint(0, shape.vocabulary, size, device=DEVICE)
+
+    def run():
+        with torch.autocast(DEVICE, torch.bfloat16):
+            x = compiled(tokens[:, :-1])
+        loss = LinearCrossEntropy.apply(x, model.head.weight, tokens[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return run
+
+
+# --- measuring -------------------------------------------------------------------------------------------
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    result, deadline = machine() | {"rows": []}, time.monotonic() + args.seconds
+    for kind, model, arm in itertools.product(args.kinds, args.models, args.arms):
+        shape = SHAPES[kind].get(model)
+        if shape is None or time.monotonic() > deadline:
+            continue
+        shape = shape._replace(batch=args.batch or shape.batch)
+        row = {"kind": kind, "model": model, "arm": f"torch {arm}", "remat": args.remat}
+        row |= {"batch": shape.batch, "length": shape.length, "flops": shape.flops}
+        try:
+            row |= measure({"blocks": run_blocks, "step": run_step}[kind], arm, shape, args.remat)
+        except Exception as error:  # a failing case must not end the run
+            row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
+        result["rows"].append(row)
+        print(json.dumps(row), flush=True)
+        if args.out:
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            args.out.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+def parse(argv):
+    parser = argparse.ArgumentParser(description="Times language models; see the top of the file.")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MEASURED)
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--batch", type=int, help="sequences, in place of each shape's")
+    parser.add_argument("--remat", action="store_true", help="recompute each block's forward pass")
+    parser.add_argument("--seconds", type=float, default=540, help="no case starts after this")
+    parser.add_argument("--out", type=Path, help="JSON file, rewritten after every row")
+    return parser.parse_args(argv)
+
+
+def measure(prepare: Callable, arm: str, shape: Shape, remat: bool) -> dict:
+    torch._dynamo.reset()
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    began = time.perf_counter()
+    run = prepare(arm, shape, remat)
+    for _ in range(3):
+        run()
+    synchronize()
+    compile_seconds = time.perf_counter() - began
+    repeats = [seconds_per_call(run) for _ in range(REPEATS)]
+    seconds = statistics.median(repeats)
+    row = {
+        "ms": round(1e3 * seconds, 3),
+        "ms_of_repeats": [round(1e3 * each, 2) for each in repeats],
+        "tokens_per_second": round(shape.tokens / seconds),
+        "tflops": round(shape.flops / seconds / 1e12, 2),
+        "compile_seconds": round(compile_seconds),
+    }
+    if DEVICE == "cuda":
+        row["memory_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+    return row
+
+
+def seconds_per_call(run: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    for _ in range(CALLS):
+        run()
+    synchronize()
+    return (time.perf_counter() - start) / CALLS
+
+
+def synchronize() -> None:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def machine() -> dict:
+    """Returns the device, command, date, commit and versions, as benchmarks/kernels/timing.py does."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
+    commit = subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
+    arguments = [each.rpartition("/")[2] if "/" in each else each for each in sys.argv[1:]]
+    return {
+        "device": torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu",
+        "commit": commit,
+        "command": shlex.join(["python", "benchmarks/language_models_torch.py", *arguments]),
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "versions": {name: version(name) for name in PACKAGES},
+    }
+
+
+def version(package: str) -> str | None:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

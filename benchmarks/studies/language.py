@@ -1,0 +1,502 @@
+"""Does int8 cost a language model accuracy? Paired runs of the Llama of examples/language_model on bytes.
+
+Command, on two GPUs:
+
+  export XLA_FLAGS=--xla_gpu_enable_triton_gemm=false JAX_COMPILATION_CACHE_DIR=runs/language/compiled
+  for gpu in 0 1; do CUDA_VISIBLE_DEVICES=$gpu python benchmarks/studies/language.py main \\
+    --seeds $(seq 0 7) --claims=runs/language/claims --out=runs/language/main-$gpu.json & done; wait
+  python benchmarks/studies/language.py main --merge runs/language/main-*.json \\
+    --out=benchmarks/results/language.json --report=benchmarks/results/language_report.json
+
+Runs with one seed start from the same parameters and see the same batches. The corpus is the Python sources
+and documentation of the machine (python_text.py), on the device. The studies:
+
+  main     from scratch. Arms are recipes of the blocks; "control" is bf16 with one matrix times 1 + 1e-6
+  planted  fine-tuning from a model trained in bf16, with --gains on six channels after every RMSNorm and the
+           next matrices divided: the same function, with outlier features
+  rates    three optimizers over --rates, in bf16 and in int8
+
+benchmarks/notes/language.md has the hypotheses and rules, written before the runs.
+"""
+
+import argparse
+import email
+import functools
+import itertools
+import math
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import paired
+import python_text
+import study
+from scipy import stats
+
+MARGIN = 0.003  # nats a byte: differences below count as equivalent
+BASES = ("bf16", paired.CONTROL)
+ARMS = (
+    *BASES,
+    "switchback",
+    "switchback_hadamard",
+    "int8_hadamard",
+    "llm_int8",
+    "fp8_switchback",
+    "fp8_tensorwise",
+)
+OPTIMIZERS = ("adamw", "stable_adamw", "muon")
+RATES = (3e-4, 8e-4, 2e-3, 5e-3, 1.2e-2)
+GAINS = (1.0, 30.0)
+CHANNELS = 6  # with planted outliers
+CHUNK = 100  # steps per call of the compiled program
+
+
+class Settings(NamedTuple):
+    """What is the same in all runs of a process.
+
+    Attributes:
+      shape: width, hidden, heads, kv_heads, layers.
+      batch: sequences a step, and bytes a sequence.
+      dtype: of activations and of products that are not quantized.
+      windows: validation sequences.
+    """
+
+    shape: tuple[int, ...]
+    batch: tuple[int, int]
+    dtype: str
+    windows: int
+
+
+class Hyper(NamedTuple):
+    """Arguments of the compiled programs: runs that differ in them share a program."""
+
+    seed: int
+    rate: float
+    steps: int
+
+
+# --- runs ---------------------------------------------------------------------------------------------
+
+
+def main(argv: list[str] | None = None) -> dict:
+    args = parse(argv)
+    if not args.merge:
+        python_text.load(args.corpus, args.bytes, args.roots)
+    result = study.carry_out(args, runs(args), table)
+    if args.report:
+        study.write(args.report, {"margin": MARGIN, "arms": summary(result["runs"])})
+    return result
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    flags = study.parser(__doc__)
+    flags.add_argument("study", choices=STUDIES)
+    flags.add_argument("--arms", nargs="+", default=ARMS, choices=ARMS)
+    flags.add_argument("--seeds", nargs="+", type=int, default=list(range(8)))
+    flags.add_argument("--steps", type=int, default=1500, help="before any fine-tuning")
+    flags.add_argument("--tune", type=int, default=500, help="steps of fine-tuning: planted")
+    flags.add_argument("--rate", type=float, default=8e-4, help="learning rate: main and planted")
+    flags.add_argument("--rates", nargs="+", type=float, default=RATES, help="of the study rates")
+    flags.add_argument("--gains", nargs="+", type=float, default=GAINS, help="of the study planted")
+    flags.add_argument("--optimizers", nargs="+", default=OPTIMIZERS, choices=OPTIMIZERS)
+    flags.add_argument(
+        "--shape",
+        nargs=5,
+        type=int,
+        default=[768, 2048, 12, 12, 8],
+        help="width, hidden, heads, kv_heads, layers; the default has 57 M parameters",
+    )
+    flags.add_argument("--batch", nargs=2, type=int, default=[32, 1024], help="and the length")
+    flags.add_argument("--windows", type=int, default=1280, help="validation sequences")
+    flags.add_argument("--dtype", default="bfloat16")
+    flags.add_argument("--corpus", type=Path, default=study.ROOT / ".cache" / "python_text")
+    flags.add_argument(
+        "--bytes", type=float, default=4e8, help="of the corpus, when it is prepared"
+    )
+    flags.add_argument("--report", type=Path, help="JSON file for the differences of the arms")
+    args = flags.parse_args(argv)
+    args.roots = None
+    if args.smoke:
+        args.roots = [Path(email.__file__).parent]
+        args.corpus = args.corpus / "smoke"
+        args.shape, args.batch, args.windows = [16, 32, 2, 1, 1], [2, 16], 4
+        args.steps, args.tune, args.seeds, args.dtype = 4, 2, [0, 1], "float32"
+        args.arms, args.rates, args.gains = ARMS[:3], RATES[:2], GAINS
+        args.optimizers = OPTIMIZERS
+    return args
+
+
+def runs(args: argparse.Namespace) -> Iterable[study.Run]:
+    """All arms of a seed precede the next seed, so that an interrupted study has whole pairs.
+
+    Odd seeds list the second half of the arms first: two processes compile different programs at first.
+    """
+    settings = Settings(tuple(args.shape), tuple(args.batch), args.dtype, args.windows)
+    shape, batch = ("x".join(map(str, sizes)) for sizes in settings[:2])
+    same = {"shape": shape, "batch": batch, "dtype": args.dtype, "steps": args.steps}
+    measure = tune if args.study == "planted" else train
+    for seed in args.seeds:
+        half = len(args.arms) // 2 * (seed % 2)
+        arms = [*args.arms[half:], *args.arms[:half]]
+        for own in STUDIES[args.study](args, arms):
+            key = {"study": args.study, **own, "seed": seed, **same}
+            yield key, lambda key=key: measure(Lab.of(settings, args.corpus), key)
+
+
+def main_runs(args: argparse.Namespace, arms: list[str]) -> Iterable[dict]:
+    for arm in arms:
+        yield {"arm": arm, "optimizer": "adamw", "rate": args.rate}
+
+
+def planted_runs(args: argparse.Namespace, arms: list[str]) -> Iterable[dict]:
+    for gain, arm in itertools.product(args.gains, arms):
+        yield {"arm": arm, "gain": gain, "rate": args.rate, "tune": args.tune}
+
+
+def rates_runs(args: argparse.Namespace, arms: list[str]) -> Iterable[dict]:
+    some = [arm for arm in arms if arm in ("bf16", "switchback")]
+    for optimizer, rate, arm in itertools.product(args.optimizers, args.rates, some):
+        yield {"arm": arm, "optimizer": optimizer, "rate": rate}
+
+
+STUDIES = {"main": main_runs, "planted": planted_runs, "rates": rates_runs}
+
+
+def train(lab: "Lab", key: dict) -> dict:
+    """A run from scratch."""
+    program = lab.program(key["arm"], key["optimizer"])
+    hyper = Hyper(key["seed"], key["rate"], key["steps"])
+    params, measured = program.train(lab.start(key["seed"], key["arm"]), hyper)
+    return {"val": program.validate(params)} | measured
+
+
+def tune(lab: "Lab", key: dict) -> dict:
+    """Fine-tuning at a quarter of the rate, on batches of another seed, from a model with outliers."""
+    import jax
+
+    program = lab.program(key["arm"], "adamw")
+    trained = lab.trained(Hyper(key["seed"], key["rate"], key["steps"]))
+    params = lab.nudged(planted(jax.tree.map(jax.numpy.asarray, trained), key["gain"]), key["arm"])
+    at_once = program.validate(params)
+    hyper = Hyper(1000 + key["seed"], key["rate"] / 4, key["tune"])
+    params, measured = program.train(params, hyper)
+    return {"at_once": at_once, "val": program.validate(params)} | measured
+
+
+def planted(params: dict, gain: float) -> dict:
+    """Multiplies six channels of each RMSNorm by `gain`, and divides the matrices that read them."""
+    channels = np.random.default_rng(0).choice(
+        params["norm"]["scale"].shape[0], CHANNELS, replace=False
+    )
+    for block in params["blocks"].values():
+        for name, readers in (("attention", "qkv"), ("mlp", ("gate", "up"))):
+            scale = block[f"{name}_norm"]["scale"]
+            block[f"{name}_norm"]["scale"] = scale.at[channels].multiply(gain)
+            for reader in readers:
+                kernel = block[name][reader]["kernel"]
+                block[name][reader]["kernel"] = kernel.at[channels].divide(gain)
+    return params
+
+
+# --- training -----------------------------------------------------------------------------------------
+
+
+class Lab:
+    """The corpus on the device, and the compiled programs, each compiled once."""
+
+    @staticmethod
+    @functools.cache
+    def of(settings: Settings, corpus: Path) -> "Lab":
+        return Lab(settings, python_text.load(corpus))
+
+    def __init__(self, settings: Settings, corpus: python_text.Corpus) -> None:
+        import jax
+        import jax.numpy as jnp
+        from flax import nnx
+
+        from examples.language_model.model import Config, Llama
+
+        self.settings = settings
+        self.data, self.val = jnp.asarray(corpus.train), jnp.asarray(corpus.val)
+        self.checksums = {name: corpus.manifest[name]["sha256"][:12] for name in ("train", "val")}
+        config = Config(*settings.shape, dtype=settings.dtype)
+        self.new_model = lambda key: Llama(config, rngs=nnx.Rngs(key))
+        self.init = jax.jit(
+            lambda seed: nnx.to_pure_dict(nnx.state(self.new_model(jax.random.key(seed))))
+        )
+        self.compiled = functools.cache(functools.partial(Program, self))
+        self.trained = functools.lru_cache(1)(self._trained)
+
+    def program(self, arm: str, optimizer: str) -> "Program":
+        return self.compiled("standard" if arm in BASES else arm, optimizer)
+
+    def start(self, seed: int, arm: str) -> dict:
+        """The first parameters of an arm."""
+        return self.nudged(self.init(seed), arm)
+
+    @staticmethod
+    def nudged(params: dict, arm: str) -> dict:
+        """The parameters; in the control, one matrix differs by rounding."""
+        if arm == paired.CONTROL:
+            layer = params["blocks"][0]["attention"]["q"]
+            layer["kernel"] = layer["kernel"] * np.float32(1 + 1e-6)
+        return params
+
+    def _trained(self, hyper: Hyper) -> dict:
+        """The parameters of a run in bf16, on the host."""
+        import jax
+
+        params, _ = self.program("bf16", "adamw").train(self.start(hyper.seed, "bf16"), hyper)
+        return jax.device_get(params)
+
+
+class Program:
+    """Training and validation of one recipe and optimizer."""
+
+    def __init__(self, lab: Lab, recipe: str, optimizer: str) -> None:
+        import jax
+        from flax import nnx
+
+        from examples.language_model.model import LINEAR_LAYERS
+        from swjax.nnx import quantize_model
+
+        self.lab, self.optimizer = lab, OPTIMIZER[optimizer]
+        model = nnx.eval_shape(lambda: lab.new_model(jax.random.key(0)))
+        if recipe != "standard":
+            quantize_model(model, {LINEAR_LAYERS: recipe})
+        self.graphdef = nnx.graphdef(model)
+        self.begin = jax.jit(lambda params, hyper: self.optimizer(hyper).init(params))
+        self.chunk = jax.jit(self._chunk, donate_argnums=0)
+        self.losses = jax.jit(self._losses)
+
+    def train(self, params: dict, hyper: Hyper) -> tuple[dict, dict]:
+        """Trains all steps; returns the parameters and what is recorded of the run."""
+        import jax
+
+        state, losses, seconds = (params, self.begin(params, hyper)), [], []
+        for start in range(0, hyper.steps, CHUNK):
+            began = time.perf_counter()
+            state, piece = self.chunk(state, hyper, start, self.lab.data)
+            losses += jax.device_get(piece)[: hyper.steps - start].tolist()
+            seconds.append((time.perf_counter() - began) / min(CHUNK, hyper.steps - start))
+        ms = 1e3 * float(np.median(seconds[1:] or seconds))  # the first may compile
+        return state[0], {
+            "loss": study.thin(losses, digits=5, every=25),
+            "final_loss": float(np.mean(losses[-max(1, hyper.steps // 10) :])),
+            "ms": round(ms, 3),
+            "device": jax.devices()[0].device_kind,
+            "start": self.lab.checksums,
+        }
+
+    def validate(self, params: dict) -> float:
+        """The mean loss in nats a byte over fixed sequences of held-out packages."""
+        return float(np.mean(self.losses(params, self.lab.val)))
+
+    def loss(self, params: dict, tokens: Any) -> Any:
+        import optax
+        from flax import nnx
+
+        logits = nnx.merge(self.graphdef, params)(tokens[:, :-1])
+        labels = tokens[:, 1:]
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    def _chunk(self, state: tuple, hyper: Hyper, start: Any, data: Any) -> tuple:
+        """Trains CHUNK steps, or fewer at the end; returns the state and the losses, [CHUNK]."""
+        import jax
+        import jax.numpy as jnp
+        import optax
+
+        sequences, length = self.lab.settings.batch
+        optimizer, key = self.optimizer(hyper), jax.random.key(100 + hyper.seed)
+
+        def step(t, carry):
+            (params, opt_state), losses = carry
+            key_t = jax.random.fold_in(key, t)
+            first = jax.random.randint(key_t, (sequences,), 0, data.shape[0] - length)
+            loss, grads = jax.value_and_grad(self.loss)(params, cut(data, first, length))
+            updates, opt_state = optimizer.update(grads, opt_state, params)
+            state = optax.apply_updates(params, updates), opt_state
+            return state, losses.at[t - start].set(loss)
+
+        end = jnp.minimum(start + CHUNK, hyper.steps)
+        return jax.lax.fori_loop(start, end, step, (state, jnp.zeros(CHUNK)))
+
+    def _losses(self, params: dict, data: Any) -> Any:
+        import jax
+
+        (sequences, length), windows = self.lab.settings.batch, self.lab.settings.windows
+        first = np.linspace(0, data.shape[0] - length - 1, windows).astype(np.int32)
+        batches = first[: windows // sequences * sequences].reshape(-1, sequences)
+        return jax.lax.map(lambda some: self.loss(params, cut(data, some, length)), batches)
+
+
+def cut(data: Any, first: Any, length: int) -> Any:
+    """Sequences of length + 1 bytes, int32 [n, length + 1], that begin at `first` [n]."""
+    return data[first[:, None] + np.arange(length + 1)[None]].astype("int32")
+
+
+def schedule(hyper: Hyper) -> Callable:
+    """The rate rises linearly over a twelfth of the steps, then falls to a twentieth as a cosine."""
+    import jax.numpy as jnp
+
+    def rate(count):
+        warm = hyper.steps / 12
+        progress = jnp.clip((count - warm) / (hyper.steps - warm), 0, 1)
+        cosine = 0.05 + 0.95 * (1 + jnp.cos(jnp.pi * progress)) / 2
+        return hyper.rate * jnp.where(count < warm, (count + 1) / (warm + 1), cosine)
+
+    return rate
+
+
+def is_matrix(params: dict) -> dict:
+    import jax
+
+    return jax.tree.map(lambda p: p.ndim > 1, params)
+
+
+def is_matrix_of_block(params: dict) -> dict:
+    return dict.fromkeys(params, False) | {"blocks": is_matrix(params["blocks"])}
+
+
+def adamw(hyper: Hyper) -> Any:
+    import optax
+
+    rate = schedule(hyper)
+    tail = optax.adamw(rate, b2=0.95, weight_decay=0.1, mask=is_matrix)
+    return optax.chain(optax.clip_by_global_norm(1.0), tail)
+
+
+def stable(hyper: Hyper) -> Any:
+    import optax
+
+    from swjax.optax import stable_adamw
+
+    tail = stable_adamw(schedule(hyper), b2=0.95, weight_decay=0.1, mask=is_matrix)
+    return optax.chain(optax.clip_by_global_norm(1.0), tail)
+
+
+def muon(hyper: Hyper) -> Any:
+    import optax
+
+    import swjax.optax
+
+    tail = swjax.optax.muon(
+        schedule(hyper),
+        is_matrix_of_block,
+        b2=0.95,
+        weight_decay=0.1,
+        mask=is_matrix,
+        dtype="bfloat16",
+    )
+    return optax.chain(optax.clip_by_global_norm(1.0), tail)
+
+
+OPTIMIZER = dict(zip(OPTIMIZERS, (adamw, stable, muon), strict=True))
+
+
+# --- results ------------------------------------------------------------------------------------------
+
+
+def summary(runs: list[dict]) -> list[dict]:
+    """The differences of every arm from its base in nats a byte, for every group of like settings.
+
+    The base is the mean of bf16 and of the control; the base of the control is bf16. Pairs with a loss that
+    is not finite count as diverged and have no difference. P-values are corrected by Holm's method over the
+    arms of a group, without the control.
+    """
+    rows = []
+    for settings, some in paired.alike(runs).items():
+        for name in (n for n in ("at_once", "val") if n in some[0]["result"]):
+            arms = dict.fromkeys(run["key"]["arm"] for run in some)
+            group = [
+                {"settings": settings, "loss": name} | row(some, arm, name)
+                for arm in arms
+                if differences(some, arm, name)
+            ]
+            tested = [found for found in group if found["arm"] != paired.CONTROL]
+            for test in ("different", "equivalent"):
+                for found, p in zip(tested, paired.holm([f[f"p_{test}"] for f in tested])):
+                    found[f"p_{test}"] = p
+            rows += group
+    return rows
+
+
+def differences(some: list[dict], arm: str, name: str) -> list[float]:
+    """A loss of an arm minus that of its base, for each seed that has all of them; see `summary`."""
+    bases = [base for base in BASES if any(run["key"]["arm"] == base for run in some)]
+    bases = bases[: 1 if arm == paired.CONTROL else None]
+    if arm in bases:
+        return []
+    seeds = [{run["key"]["seed"] for run in some if run["key"]["arm"] == a} for a in (arm, *bases)]
+    whole = [run for run in some if run["key"]["seed"] in set.intersection(*seeds)]
+    each = [paired.minus(whole, arm, lambda result: result[name], base) for base in bases]
+    return np.mean(each, axis=0).tolist() if each else []
+
+
+def row(some: list[dict], arm: str, name: str) -> dict:
+    """Mean difference, standard deviation, half the 95% interval, and p-values that are not corrected."""
+    every = differences(some, arm, name)
+    pairs = [pair for pair in every if math.isfinite(pair)]
+    mean, half = study.interval(pairs) if pairs else (math.nan, math.nan)
+    return {
+        "arm": arm,
+        "pairs": len(pairs),
+        "diverged": len(every) - len(pairs),
+        "mean": mean,
+        "sd": float(np.std(pairs, ddof=1)) if len(pairs) > 1 else math.nan,
+        "half": half,
+        "p_different": paired.p_value(pairs),
+        "p_equivalent": p_equivalent(pairs),
+    }
+
+
+def p_equivalent(pairs: list[float], margin: float = MARGIN) -> float:
+    """The p-value of two one-sided t-tests: small if the mean is surely between -margin and margin.
+
+    >>> p_equivalent([0.001, -0.001, 0.0]) < 0.05 < p_equivalent([0.003, 0.001, 0.002])
+    True
+    """
+    if len(pairs) < 2 or np.ptp(pairs) < 1e-9:
+        return math.nan
+    above = stats.ttest_1samp(pairs, -margin, alternative="greater").pvalue
+    below = stats.ttest_1samp(pairs, margin, alternative="less").pvalue
+    return float(max(above, below))
+
+
+def verdict(found: dict) -> str:
+    """What the corrected tests say at 5%; both can hold.
+
+    >>> verdict({"diverged": 0, "p_equivalent": 0.01, "p_different": 0.2})
+    'equivalent'
+    """
+    said = [name for name in ("different", "equivalent") if found[f"p_{name}"] < 0.05]
+    said += ["diverged"] * (found["diverged"] > 0)
+    return ", ".join(said) or "undecided"
+
+
+def table(runs: list[dict]) -> None:
+    """Prints the losses and speeds of each arm, and the differences with 95% intervals and verdicts."""
+    for settings, some in paired.alike(runs).items():
+        for (arm,), own in study.group(some, "arm").items():
+            results = [run["result"] for run in own]
+            names = [name for name in ("at_once", "val", "final_loss") if name in results[0]]
+            told = {name: study.interval(result[name] for result in results) for name in names}
+            losses = ", ".join(f"{n} {mean:.4f} +- {half:.4f}" for n, (mean, half) in told.items())
+            ms = np.median([result["ms"] for result in results])
+            title = ", ".join(filter(None, (settings, arm, f"{len(own)} seeds")))
+            print(f"{title}: {losses}, {ms:.1f} ms a step")
+    print(f"minus the mean of bf16 and control, nats a byte; equivalent: within {MARGIN}")
+    for found in summary(runs):
+        title = ", ".join(filter(None, (found["settings"], found["arm"], found["loss"])))
+        print(
+            f"{title}: {found['mean']:+.5f} +- {found['half']:.5f}, sd {found['sd']:.5f}, "
+            f"{found['pairs']} pairs, p of a difference {found['p_different']:.2g}, "
+            f"of equivalence {found['p_equivalent']:.2g}: {verdict(found)}"
+        )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

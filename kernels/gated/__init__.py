@@ -1,0 +1,1 @@
+"""A gated activation, fused with the quantizer of its result."""

@@ -1,1 +1,0 @@
-"""LayerNorm, fused with the quantizer of its result."""

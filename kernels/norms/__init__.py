@@ -1,0 +1,1 @@
+"""LayerNorm and RMSNorm, fused with the quantizer of their results."""

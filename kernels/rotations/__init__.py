@@ -1,0 +1,1 @@
+"""Rotations of neighbours along a contraction, fused with the quantizer of rows."""

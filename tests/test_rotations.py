@@ -1,0 +1,112 @@
+"""Rotations of features: `swjax.kernels.rotations`, and the recipe `int8_hadamard`."""
+
+from functools import partial
+
+import implementations
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numeric import snr_db
+
+import swjax
+from swjax.kernels.reference import dequantize
+from swjax.kernels.rotations.reference import rotate_features, rotation_matrix
+from swjax.recipes import RECIPES, Product, Quantizer, Recipe
+
+RECIPE = "int8_hadamard"
+
+
+def with_outliers(gain, tokens=128, k=256, n=192):
+    """Returns x with three channels `gain` times as large, w, g, and which channels are ordinary."""
+    random = np.random.default_rng(0)
+    x, w, g = (random.normal(size=shape) for shape in ((tokens, k), (k, n), (tokens, n)))
+    ordinary = np.ones(k, bool)
+    ordinary[[5, 77, 200]] = False
+    x[:, ~ordinary] *= gain
+    return x, w, g, ordinary
+
+
+def as_float32(*arrays):
+    return [jnp.asarray(array, "float32") for array in arrays]
+
+
+@implementations.each(
+    "quantize_rotated",
+    compiled=[(300, 4096), (77, 1024), (5, 14_336), (64, 1280), (1, 128)],
+    interpreted=[(3, 384)],
+    options=("dtype, rotation", [("bfloat16", 128), ("float16", 32), ("float32", 128)]),
+    few_options=[("bfloat16", 128)],
+)
+def test_rows_are_rotated_and_quantized(operation, implementation, shape, dtype, rotation):
+    x = jnp.asarray(np.random.default_rng(1).normal(size=shape), dtype)
+    q = implementations.run(operation, x, implementation=implementation, rotation=rotation)
+    matrix = rotation_matrix(rotation) / np.sqrt(rotation)
+    exact = np.asarray(x.astype("float32"), np.float64).reshape(*shape[:-1], -1, rotation)
+    exact = (exact @ matrix.T).reshape(shape)
+    assert snr_db(q.scale, np.abs(exact).max(-1, keepdims=True) / 127) > 45
+    assert snr_db(dequantize(q), exact) > 37
+    assert np.all(np.abs(q.values).max(-1) == 127)
+
+
+def test_a_rotation_keeps_products_and_norms():
+    x, w, _, _ = with_outliers(10)
+    rotated = rotate_features(*as_float32(x), 64), rotate_features(*as_float32(w), 64, 0)
+    assert snr_db(rotated[0] @ rotated[1], x @ w) > 110
+    assert rotate_features(jnp.ones((2, 6), jnp.bfloat16), 2).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("gain, bound", [(1, 0.015), (30, 0.045), (100, 0.13)])
+def test_large_channels_spoil_the_others_little(gain, bound):
+    """Without the rotation the error is three times as large or more."""
+    x, w, g, ordinary = with_outliers(gain)
+    signal = np.linalg.norm(x[:, ordinary] @ w[ordinary])
+    errors = {}
+    for recipe in (RECIPE, "switchback_hadamard"):
+        y, vjp = jax.vjp(partial(swjax.switchback, recipe=recipe), *as_float32(x, w))
+        dx, dw = vjp(*as_float32(g))
+        errors[recipe] = np.linalg.norm(np.asarray(y) - x @ w) / signal
+        assert snr_db(dx, g @ w.T) > 36 and snr_db(dw[ordinary], (x.T @ g)[ordinary]) > 36
+    assert errors[RECIPE] < bound
+    assert gain == 1 or errors["switchback_hadamard"] > 2.5 * errors[RECIPE]
+
+
+def test_layers_of_one_input_have_their_own_rotations():
+    """The input gradient of each rotates its own features: 192 = 3 x 64, 96 = 3 x 32, 7 not at all."""
+    x, w, g, _ = with_outliers(1)
+    widths = (192, 96, 7)
+    outputs = lambda x, w: swjax.switchback(x, tuple(w[:, :n] for n in widths), recipe=RECIPE)
+    ys, vjp = jax.vjp(outputs, *as_float32(x, w))
+    gs = [g[:, :n] for n in widths]
+    dx, _ = vjp(tuple(as_float32(*gs)))
+    assert all(snr_db(y, x @ w[:, :n]) > 36 for y, n in zip(ys, widths))
+    assert snr_db(dx, sum(g @ w[:, :n].T for g, n in zip(gs, widths))) > 36
+
+
+def test_a_quantized_weight_is_for_inference():
+    x, w = as_float32(*with_outliers(1)[:2])
+    q = swjax.quantize_weight(w, RECIPE)
+    layer = lambda x, w: swjax.switchback(x, w, recipe=RECIPE)
+    np.testing.assert_array_equal(layer(x, q), layer(x, w))
+    with pytest.raises(ValueError, match="needs w itself"):
+        jax.grad(lambda x: layer(x, q).sum())(x)
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: Quantizer("int8", "row", rotation=3), "rotation must be one of"),
+        (
+            lambda: Product(Quantizer("int8", "row", rotation=2), Quantizer("int8", "row")),
+            "the same rotation for both operands, got 2 and 1",
+        ),
+        (
+            lambda: Recipe(RECIPES[RECIPE].fwd, RECIPES[RECIPE].dgrad, save_quantized=True),
+            "cannot rotate features, got rotation=128",
+        ),
+        (lambda: Recipe(wgrad=RECIPES[RECIPE].fwd), "rotates tokens in blocks only"),
+    ],
+)
+def test_rotations_that_do_not_fit(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
