@@ -172,6 +172,7 @@ def test_keys_leave_out_the_tokens(operation, arrays, key):
     assert dispatch.shape_key(operation, *arrays) == key
 
 
+@pytest.mark.release
 def test_the_fastest_correct_candidate_wins():
     def function(name):
         def product(x):

@@ -262,6 +262,7 @@ def test_home_in_a_config_is_refused():
         config_lib.validate(config, batch_shards=1)
 
 
+@pytest.mark.release
 def test_train_is_a_command_too(tmp_path):
     def swjax_train(*flags):
         command = [sys.executable, "-m", "swjax", "train", *flags]

@@ -141,6 +141,7 @@ def test_a_run_of_another_image_size_is_adapted_too(reference, micro, tmp_path, 
     assert "is interpolated: [5, 32] in the weights, [10, 32] here" in caplog.text
 
 
+@pytest.mark.release
 def test_a_run_of_an_older_version_is_read(reference, micro, tmp_path):
     """An older config.json has no model.architecture."""
     workdir = shutil.copytree(reference[1], tmp_path / "older")

@@ -104,6 +104,7 @@ def test_from_safetensors(model, tmp_path):
     assert np.all((cosine > 0.98) & (cosine < 0.99999))
 
 
+@pytest.mark.release
 def test_from_big_vision_with_another_tokenizer(tmp_path):
     """SigLIP's published weights have other token ids than CLIP's, with which texts would embed to NaN."""
     sizes = {"width": 32, "layers": 1, "heads": 2}
@@ -270,6 +271,7 @@ def test_imagenet_lists():
     assert len(set(templates)) == 80 and all(t.count("{}") == 1 for t in templates)
 
 
+@pytest.mark.release
 def test_example_of_the_docstring(run, tmp_path, monkeypatch, capsys):
     """The example in the docstring of `swjax.inference` runs unchanged."""
     workdir, _, _ = run()

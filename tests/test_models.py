@@ -217,6 +217,7 @@ def test_patch_dropout_is_a_random_subset():
 
 
 @pytest.mark.parametrize("like_gpus", [False, True])
+@pytest.mark.release
 def test_kept_patches_enter_the_blocks_as_without_dropout(monkeypatch, like_gpus):
     """Compares the tokens that the blocks read, and their gradients, with a choice from all tokens."""
     if like_gpus:
@@ -282,6 +283,7 @@ def test_zero_embeddings_have_finite_gradients():
     assert value == 0 and np.isfinite(gradient).all()
 
 
+@pytest.mark.release
 def test_data_parallel_forward_needs_no_collective():
     cfg = small_config(recipe="switchback", patch_dropout=0.5, scan_layers=True)
     graph, params = random_model(cfg)

@@ -69,6 +69,7 @@ def test_every_rematerialisation_differentiates(remat, recipe):
     assert jax.tree.structure(gradient) == jax.tree.structure(params)
 
 
+@pytest.mark.release
 def test_rematerialisation_keeps_what_it_says():
     """Counts the bytes that the vision tower saves for the backward pass, without parameters."""
 
@@ -114,7 +115,7 @@ def test_nothing_is_left_for_switchback_m_to_save(remat):
     assert program("switchback_m") == program("switchback") != program("switchback_q")
 
 
-@pytest.mark.parametrize("recipe", ["switchback", "switchback_m", "fp8_switchback"])
+@pytest.mark.parametrize("recipe", thinning.first(["switchback_m", "switchback", "fp8_switchback"]))
 def test_each_weight_is_quantized_once(recipe):
     """One quantization serves the forward product, the input gradient and the block's recomputation."""
     graph, params = abstract(clip.config("tiny", recipe=recipe, remat="full", scan_layers=True))

@@ -181,6 +181,7 @@ def test_a_checkpoint_of_another_model_is_one_line(reference, micro, tmp_path):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.release
 def test_a_run_shortened_below_its_checkpoint_is_one_line(reference, micro, tmp_path):
     """It ended as a finished run of more steps than its config has."""
     as_interrupted(reference[1], tmp_path / "run")

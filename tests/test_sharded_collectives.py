@@ -151,6 +151,7 @@ def shapes_of(params):
     return kernels, {shape for name, shape in params.items() if "blocks" not in name}
 
 
+@pytest.mark.release
 def test_collectives_of_a_train_step():
     """Only parameters and the loss's embeddings are gathered; kernels of blocks are gathered in int8."""
     config, cfg, step, like, _, _ = train_program(**{"mesh.data": 2, "mesh.fsdp": 4})
@@ -239,6 +240,7 @@ def test_muon_on_a_mesh_with_explicit_axes(shape, mesh):
 
 
 @pytest.mark.parametrize("kind, spec", [release(AUTO, P("fsdp", "tensor")), (EXPLICIT, P())])
+@pytest.mark.release
 def test_devices_share_single_matrices(kind, spec):
     """8 and 4 more for 8 devices, so each computes 2 of 12; all compute a matrix of another shape."""
     shapes = {f"layer{i}": (32, 64) for i in range(12)} | {

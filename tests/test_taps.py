@@ -211,6 +211,7 @@ def test_fp8_keeps_what_int8_loses():
     assert zeros("switchback") > 0.5 > 0.01 > zeros("fp8_switchback")
 
 
+@pytest.mark.release
 def test_converted_attention_is_measured_through_its_dot_general():
     model = nnx.MultiHeadAttention(2, 16, decode=False, rngs=nnx.Rngs(0))
     swjax.nnx.quantize_model(model, {"query|out": "switchback"})
@@ -299,6 +300,7 @@ class Residual(nnx.Module):
 
 
 @pytest.mark.parametrize("dtype", thinning.first(["bfloat16", "float16", None]))
+@pytest.mark.release
 def test_outputs_of_layers_with_an_addend_stay_the_same(dtype):
     """Sums outside of the layers would be rounded twice, and have the dtype of the residual stream."""
     model = Residual(dtype and jnp.dtype(dtype))
