@@ -47,6 +47,7 @@ def test_operations(tmp_path):
     assert "quantize rows" in done.stdout.split("copy_share")[-1]  # the table at the end
 
 
+@pytest.mark.release
 def test_layers(tmp_path):
     out = tmp_path / "bench.json"
     flags = (
@@ -173,6 +174,7 @@ def test_keys_leave_out_the_tokens(operation, arrays, key):
     assert dispatch.shape_key(operation, *arrays) == key
 
 
+@pytest.mark.release
 def test_the_fastest_correct_candidate_wins():
     def function(name):
         def product(x):

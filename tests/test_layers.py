@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import thinning
 from flax import linen as nn
 from flax import nnx
 from numeric import snr_db
@@ -53,8 +54,9 @@ def test_linen_dense_interchanges_with_flax(kwargs):
     assert 30 < snr_db(int8, flax.apply(params, X)) < 60
 
 
-@pytest.mark.parametrize("dtype", ["complex64", "float64"])
-@pytest.mark.parametrize("layer", ["nnx", "linen"])
+@pytest.mark.parametrize(
+    "layer, dtype", thinning.thinned(["nnx", "linen"], ["complex64", "float64"], full=[])
+)
 def test_standard_takes_inputs_of_more_than_the_parameters_dtype(layer, dtype):
     """As in Flax, float32 parameters are promoted to the dtype of such inputs, and so are gradients."""
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
@@ -244,7 +246,9 @@ class LinenModel(nn.Module):
 
 @pytest.mark.parametrize(
     "rules, count",
-    [({"mlp": "switchback"}, 1), ({r"attn/\w+": "switchback", "head": "llm_int8"}, 5)],
+    thinning.first(
+        [({r"attn/\w+": "switchback", "head": "llm_int8"}, 5), ({"mlp": "switchback"}, 1)]
+    ),
 )
 def test_linen_interceptor(rules, count):
     model = LinenModel()
