@@ -92,7 +92,7 @@ def run(operation: str, *arrays: Any, implementation: str | None = None, **optio
         calls.append((operation, name))
     if name == "xla":
         if _multiplies_int8(operation, *arrays, **options):
-            _warn_of_split_sums()
+            warn_of_split_sums()
         return _specification(getattr(reference, operation), *options)(*arrays, **options)
     return _jitted(name, operation, **options)(*arrays)
 
@@ -327,7 +327,7 @@ def _multiplies_int8(operation: str, *arrays: Any, **options: Any) -> bool:
     return operation.startswith("matmul") and jax.tree.leaves(arrays[0])[0].dtype == jnp.int8
 
 
-def _warn_of_split_sums():
+def warn_of_split_sums():
     """Warns that XLA may sum small int8 products wrongly.
 
     XLA splits their sums, and its Triton code generator may then count columns twice. With jax 0.11.2 on an

@@ -10,6 +10,7 @@ from swjax.linear.contraction import dot_general
 from swjax.linear.layouts import Layout
 from swjax.linear.program import quantized
 from swjax.linear.prologues import Gelu, LayerNorm, RMSNorm
+from swjax.linear.ragged import ragged_switchback
 from swjax.recipes import KEPT_IN_LLMS, RECIPES, Recipe
 
 __version__ = "0.1.0"
@@ -31,5 +32,6 @@ __all__ = [
     "quantize",
     "quantize_weight",
     "quantized",
+    "ragged_switchback",
     "switchback",
 ]

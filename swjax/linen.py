@@ -14,14 +14,23 @@ import jax.numpy as jnp
 import opt_einsum
 from flax import errors, traverse_util
 from flax import linen as nn
+from flax.linen import spmd
 
 from swjax.kernels.reference import QTensor
 from swjax.linear.api import gated_mlp, plain_weight, switchback
 from swjax.linear.checks import check_activation
 from swjax.linear.contraction import DotGeneral, dot_general
-from swjax.linear.conversion import NOT_RUN, UNMATCHED, Conversion, refuse_dot_general_cls
+from swjax.linear.conversion import (
+    NOT_RUN,
+    TAKES_NONE,
+    UNMATCHED,
+    Conversion,
+    refuse_dot_general_cls,
+)
 from swjax.linear.interception import is_active
-from swjax.linear.layouts import Layout
+from swjax.linear.layouts import Layout, layout_of_kernel
+from swjax.linear.program import products_of
+from swjax.linear.program_report import ProgramReport
 from swjax.linear.prologues import Gated, Prologue
 from swjax.recipes import Recipe, get, get_all, unmatched
 
@@ -228,6 +237,38 @@ def quantized(
     interceptor.check_all_matched()
 
 
+def describe_model(
+    model: nn.Module,
+    variables: Any,
+    *inputs: Any,
+    recipes: Mapping[str, str | Recipe] | None = None,
+    **kwargs: Any,
+) -> ProgramReport:
+    """Lists the FLOPs of every product of a Linen model, and which of them recipes compute in 8 bits.
+
+    Args:
+      model: any Linen model; it is traced and does not run.
+      variables: its variables: arrays or `jax.ShapeDtypeStruct`s.
+      *inputs, **kwargs: further arguments of its `apply`.
+      recipes: those of `quantized`; None describes the model as it is.
+
+    Returns:
+      A printable `swjax.linear.program_report.ProgramReport`.
+
+    Raises:
+      TypeError, ValueError: see `quantized`; call it outside of that context.
+
+    >>> import jax.numpy as jnp
+    >>> model, x = nn.Sequential([nn.Dense(8), nn.relu, nn.Dense(2)]), jnp.ones((4, 3))
+    >>> params = model.init(jax.random.key(0), x)
+    >>> report = describe_model(model, params, x, recipes={"layers_0": "switchback"})
+    >>> round(report.share, 2), round(report.input_gradient_share, 2)
+    (0.6, 0.6)
+    """
+    with quantized(recipes or {}) as conversion:
+        return products_of(model.apply, variables, inputs, kwargs, conversion, conversion.line)
+
+
 _NOTHING_RAN = (
     "no Linen module with matrices ran here: a function that jax.jit has compiled runs without "
     "its code, and swjax.nnx.quantize_model converts NNX models"
@@ -241,6 +282,7 @@ class _Interceptor:
         self.recipes = get_all(recipes)
         self.conversion = Conversion()
         self.conversion.if_empty = _NOTHING_RAN
+        self.conversion.line = 'swjax.quantized(model.apply, "llm")'
         self._implementation = implementation
         self._calls: list[_Call] = []  # within the outermost method that runs
         self._is_within = False
@@ -273,7 +315,7 @@ class _Interceptor:
         A subclass may have code of its own, which calls that of Flax. Only the code of Flax is replaced.
         """
         path = "/".join(module.path)
-        recipe, reason = None, "takes no dot_general"
+        recipe, reason = None, TAKES_NONE
         if method != "__call__":
             result = call(*args, **kwargs)
         elif isinstance(module, (nn.Dense, nn.DenseGeneral)):
@@ -295,7 +337,8 @@ class _Interceptor:
         if hasattr(module, "nnx_class"):  # nnx.bridge.ToLinen and MaxText's own
             for below, shapes in _held_shapes(module).items():
                 self._calls.append(_Call(below, kind, shapes, None, "in an NNX module"))
-        self._calls.append(_Call(path, kind, _own_shapes(module), recipe, reason))
+        of_model = not type(module).__module__.startswith("flax.")
+        self._calls.append(_Call(path, kind, _own_shapes(module), recipe, reason, of_model))
         return result
 
     def _note_calls(self, outermost) -> None:
@@ -305,10 +348,10 @@ class _Interceptor:
         the whole stacks.
         """
         held = _held_shapes(outermost)
-        for path, kind, shapes, recipe, reason in self._calls:
+        for path, kind, shapes, recipe, reason, own_code in self._calls:
             whole = held.get(path, {})
             shapes = {name: _stacked(shape, whole.get(name)) for name, shape in shapes.items()}
-            self.conversion.note(path, kind, shapes, recipe, reason)
+            self.conversion.note(path, kind, shapes, recipe, reason, own_code)
             self._ran.add(path)
         for path, shapes in held.items():
             if path not in self._ran:
@@ -383,7 +426,8 @@ def _computing_as(module, path: str, recipe: Recipe | None, implementation: str 
     else:
         refuse_dot_general_cls(path, module)
         named = recipe.implementation(implementation)
-        other = {"dot_general": dot_general(recipe, implementation=named)}
+        product = dot_general(recipe, implementation=named, layout=_layout(module))
+        other = {"dot_general": product}
         if not _tuple(getattr(module, "batch_dims", ())):
             _note_kernel(module, recipe, len(_tuple(module.features)))
     before = {name: getattr(module, name) for name in other}
@@ -394,6 +438,18 @@ def _computing_as(module, path: str, recipe: Recipe | None, implementation: str 
     finally:
         for name, value in before.items():
             object.__setattr__(module, name, value)
+
+
+def _layout(module: nn.Dense | nn.DenseGeneral) -> Layout | None:
+    """The layout from the metadata of a layer's kernel; None if there is none."""
+    box = module.variables.get("params", {}).get("kernel")
+    if not isinstance(box, nn.Partitioned) or _tuple(getattr(module, "batch_dims", ())):
+        return None
+    spec = nn.get_partition_spec(box)
+    if isinstance(box, nn.LogicallyPartitioned):
+        spec = spmd.logical_to_mesh(spec, box.rules)
+    ndim, columns = len(box.value.shape), len(_tuple(module.features))
+    return layout_of_kernel(spec, ndim, range(-ndim, -columns), range(-columns, 0))
 
 
 def _recipe_given(module: nn.Dense | nn.DenseGeneral) -> Recipe | None:
@@ -411,6 +467,7 @@ class _Call(NamedTuple):
     shapes: dict[str, tuple[int, ...]]
     recipe: Recipe | None
     reason: str
+    own_code: bool = False
 
 
 def _own_shapes(module) -> dict[str, tuple[int, ...]]:

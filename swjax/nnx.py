@@ -2,10 +2,11 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 import jax
 from flax import linen, nnx
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from swjax import nnx_blocks
@@ -14,11 +15,19 @@ from swjax.kernels.reference import QTensor
 from swjax.linear.api import gated_mlp as fused_gated_mlp
 from swjax.linear.api import mlp as fused_mlp
 from swjax.linear.api import plain_weight, switchback
-from swjax.linear.checks import check_activation
+from swjax.linear.checks import OPERAND_DTYPES, check_activation
 from swjax.linear.contraction import DotGeneral, dot_general
-from swjax.linear.conversion import UNMATCHED, Conversion, refuse_dot_general_cls
+from swjax.linear.conversion import (
+    NO_LAYOUT,
+    TAKES_NONE,
+    UNMATCHED,
+    Conversion,
+    refuse_dot_general_cls,
+)
 from swjax.linear.interception import is_active
-from swjax.linear.layouts import TOKENS, Layout
+from swjax.linear.layouts import TOKENS, Layout, layout_of_kernel
+from swjax.linear.program import products_of
+from swjax.linear.program_report import ProgramReport
 from swjax.linear.prologues import Gated, Gelu, Prologue
 from swjax.linear.sharding import reduced
 from swjax.recipes import Recipe, first_match, get, get_all
@@ -70,7 +79,7 @@ class Linear(nnx.Linear):
         # Recipe and implementation before `quantize_model` changed them.
         self.replaced: tuple[Recipe, str | None] | None = None
         self.set_recipe(recipe, implementation)
-        self.layout = layout if layout is not None else _layout(self.kernel)
+        self.layout = layout if layout is not None else _layout(self)
 
     def set_recipe(self, recipe: str | Recipe, implementation: str | None = None) -> None:
         """Sets the recipe and the implementation of future calls."""
@@ -108,7 +117,7 @@ class Linear(nnx.Linear):
 
 
 def linears(
-    layers: Sequence[Linear],
+    layers: Sequence[nnx.Linear],
     inputs: jax.Array,
     *,
     prologue: Prologue | None = None,
@@ -117,17 +126,19 @@ def linears(
     """Applies several layers to the same inputs, such as queries, keys and values, which are quantized once.
 
     Args:
-      layers: layers that differ in recipe, dtypes, implementation or layout are computed one by one.
+      layers: `Linear`s, or layers of Flax that `quantize_model` converted. Those that differ in recipe,
+        dtypes, implementation or layout, and subclasses with code of their own, are computed one by one.
       inputs: [..., k].
       prologue: a `swjax.LayerNorm` or `swjax.Gelu` to apply to the inputs first.
       residual: whether to return the inputs as well, see `swjax.switchback`.
 
     Returns:
-      A tuple with the output [..., n] of each layer, equal to its call. With `residual`: (outputs, inputs),
-      where the inputs have the dtype of the first layer's computation.
+      A tuple with the output [..., n] of each layer, equal to its call, except that a bias of Flax's layers
+      is added before the output is rounded. With `residual`: (outputs, inputs), where the inputs have the
+      dtype of the first layer's computation.
 
     Raises:
-      TypeError: a layer is not a `Linear` of this module.
+      TypeError: a layer is neither a `Linear` of this module nor a converted one of Flax.
 
     >>> import jax.numpy as jnp
     >>> q, k = (Linear(3, n, rngs=nnx.Rngs(0)) for n in (4, 2))
@@ -135,18 +146,18 @@ def linears(
     [(2, 4), (2, 2)]
     """
     if not _alike(*layers) or is_active():
-        ys = tuple(layer(inputs, prologue=prologue) for layer in layers)
-        return (ys, layers[0]._operands(inputs)[0]) if residual else ys
-    (x, *_), ws, biases = zip(*(layer._operands(inputs) for layer in layers))
-    options = {"prologue": prologue, "residual": residual} | layers[0]._options()
+        ys = tuple(_call(layer, inputs, prologue) for layer in layers)
+        return (ys, _operands(layers[0], inputs)[0]) if residual else ys
+    (x, *_), ws, biases = zip(*(_operands(layer, inputs) for layer in layers))
+    options = {"prologue": prologue, "residual": residual} | _options(layers[0])
     outputs = switchback(x, ws, biases, **options)
     assert isinstance(outputs, tuple), "several weights have several outputs"
     return outputs
 
 
 def mlp(
-    fc1: Linear,
-    fc2: Linear,
+    fc1: nnx.Linear,
+    fc2: nnx.Linear,
     inputs: jax.Array,
     *,
     prologue: Prologue | None = None,
@@ -168,28 +179,28 @@ def mlp(
       have the dtype of fc1's computation.
 
     Raises:
-      TypeError: a layer is not a `Linear` of this module.
+      TypeError: a layer is neither a `Linear` of this module nor a converted one of Flax.
 
     >>> import jax.numpy as jnp
     >>> fc1, fc2 = (Linear(*sizes, rngs=nnx.Rngs(0)) for sizes in ((3, 8), (8, 2)))
     >>> mlp(fc1, fc2, jnp.ones((5, 3))).shape
     (5, 2)
     """
-    x, w1, b1 = fc1._operands(inputs)
+    x, w1, b1 = _operands(fc1, inputs)
     if not _can_fuse(fc1, fc2):
-        hidden = fc1(inputs, prologue=prologue)
-        y = fc2(hidden, prologue=Gelu(approximate), addend=x if add_input else None)
+        hidden = _call(fc1, inputs, prologue)
+        y = _call(fc2, hidden, Gelu(approximate), x if add_input else None)
         return (y, x) if residual else y
-    _, w2, b2 = fc2._operands(x)
+    _, w2, b2 = _operands(fc2, x)
     options: dict[str, Any] = {"prologue": prologue, "residual": residual, "add_input": add_input}
     options |= _options_of_mlp(fc1, fc2)
     return fused_mlp(x, w1, b1, w2, b2, approximate=approximate, **options)
 
 
 def gated_mlp(
-    gate: Linear,
-    up: Linear,
-    down: Linear,
+    gate: nnx.Linear,
+    up: nnx.Linear,
+    down: nnx.Linear,
     inputs: jax.Array,
     *,
     activation: str = "silu",
@@ -209,7 +220,7 @@ def gated_mlp(
       As `mlp`.
 
     Raises:
-      TypeError: a layer is not a `Linear` of this module.
+      TypeError: a layer is neither a `Linear` of this module nor a converted one of Flax.
       ValueError: the activation does not exist.
 
     >>> import jax.numpy as jnp
@@ -218,29 +229,29 @@ def gated_mlp(
     (5, 3)
     """
     check_activation(activation)
-    x, w_gate, _ = gate._operands(inputs)
+    x, w_gate, _ = _operands(gate, inputs)
     has_bias = any(layer.bias is not None for layer in (gate, up, down))
     if has_bias or not _can_fuse(gate, up, down):
         pair = tuple(linears((gate, up), inputs, prologue=prologue))
         hidden: Any = Gated(activation).forward(pair, quantize_to=None, implementation="xla")[0]
-        y = down(hidden, addend=x if add_input else None)
+        y = _call(down, hidden, None, x if add_input else None)
         return (y, x) if residual else y
-    w_up, w_down = (layer._operands(x)[1] for layer in (up, down))
+    w_up, w_down = (_operands(layer, x)[1] for layer in (up, down))
     options: dict[str, Any] = {"prologue": prologue, "residual": residual, "add_input": add_input}
     options |= _options_of_mlp(gate, down)
     return fused_gated_mlp(x, w_gate, w_up, w_down, activation=activation, **options)
 
 
-def _can_fuse(*layers: Linear) -> bool:
+def _can_fuse(*layers: nnx.Linear) -> bool:
     """Whether one rule can compute the layers of an MLP, of which the last may have another layout."""
     alike = _alike(*layers, but="layout") and _alike(*layers[:-1])
     return alike and layers[0].preferred_element_type is None and not is_active()
 
 
-def _options_of_mlp(first: Linear, last: Linear) -> dict[str, Any]:
-    options: dict[str, Any] = first._options()
-    del options["out_dtype"], options["layout"]
-    return options | {"layouts": (first.layout, last.layout)}
+def _options_of_mlp(first: nnx.Linear, last: nnx.Linear) -> dict[str, Any]:
+    options, of_last = _options(first), _options(last)
+    del options["out_dtype"]
+    return options | {"layouts": (options.pop("layout"), of_last["layout"])}
 
 
 class GatedMLP(nnx.Module):
@@ -298,25 +309,67 @@ class GatedMLP(nnx.Module):
         return gated_mlp(*layers, inputs, **options)
 
 
-def _alike(*layers: Linear, but: str | None = None) -> bool:
+def _alike(*layers: nnx.Linear, but: str | None = None) -> bool:
     """Whether the layers differ only in their parameters and the option `but`; refuses other layers."""
     for layer in layers:
-        if not isinstance(layer, Linear):
+        if not isinstance(layer, Linear) and not (
+            isinstance(layer, nnx.Linear) and product_of(layer)
+        ):
             raise TypeError(
-                f"layers computed together must be swjax.nnx.Linear, got a {type(layer).__name__} of "
-                f"{type(layer).__module__}: call others one by one"
+                "layers computed together must be swjax.nnx.Linear or converted by quantize_model, got a "
+                f"{type(layer).__name__} of {type(layer).__module__}: call others one by one"
             )
     seen = {
         (
             layer.dtype,
             layer.param_dtype,
             layer.promote_dtype,
-            *(value for name, value in layer._options().items() if name != but),
+            isinstance(layer, Linear),
+            *(value for name, value in _options(layer).items() if name != but),
         )
         for layer in layers
     }
     # A subclass with its own `__call__`, such as a tapped layer, must be called directly.
-    return len(seen) == 1 and all(type(layer).__call__ is Linear.__call__ for layer in layers)
+    return len(seen) == 1 and all(_has_no_code_of_its_own(layer) for layer in layers)
+
+
+def _has_no_code_of_its_own(layer: nnx.Linear) -> bool:
+    return type(layer).__call__ in (Linear.__call__, nnx.Linear.__call__)
+
+
+def _call(layer: nnx.Linear, inputs, prologue: Prologue | None, addend=None) -> jax.Array:
+    """The output of one layer after a prologue."""
+    if isinstance(layer, Linear):
+        return layer(inputs, prologue=prologue, addend=addend)
+    if _has_no_code_of_its_own(layer):
+        options = {"prologue": prologue, "addend": addend} | _options(layer)
+        return switchback(*_operands(layer, inputs), **options)  # type: ignore[return-value]  # one weight
+    if prologue is not None:
+        inputs, _ = prologue.forward(inputs, quantize_to=None, implementation="xla")
+    y = layer(inputs)
+    return y if addend is None else y + addend
+
+
+def _operands(layer: nnx.Linear, inputs) -> tuple:
+    """x, w and the bias. Layers of Flax cast w to their dtype first."""
+    if isinstance(layer, Linear):
+        return layer._operands(inputs)
+    bias = None if layer.bias is None else layer.bias[...]
+    return layer.promote_dtype((inputs, layer.kernel.get_value(), bias), dtype=layer.dtype)
+
+
+def _options(layer: nnx.Linear) -> dict[str, Any]:
+    if isinstance(layer, Linear):
+        return layer._options()
+    product = product_of(layer)
+    assert product is not None, "`_alike` refuses layers that are not converted"
+    return {
+        "recipe": product.recipe,
+        "out_dtype": layer.preferred_element_type,
+        "precision": layer.precision,
+        "implementation": product.implementation,
+        "layout": product.layout,
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -378,15 +431,32 @@ def quantize_model(
             layer.replaced = before or (layer.recipe, layer.implementation)
             layer.set_recipe(recipe, recipe.implementation(implementation))
         else:
-            layout = _layout(getattr(layer, "kernel", None))
+            layout = _layout(layer)
             named = recipe.implementation(implementation)
             product = dot_general(recipe, implementation=named, layout=layout)
             name = product_name(layer)
             replaced = before.replaced if before else getattr(layer, name)
             setattr(layer, name, _Product(product, replaced, name == "einsum_op"))
     for _, module in _modules(model):
-        nnx_blocks.fuse(module, product_of)
+        nnx_blocks.fuse(module, _gated_mlp_of)
     return model
+
+
+def _gated_mlp_of(block: Any) -> Callable | None:
+    """The function (x, activation) -> y of a block's layers; None if they are not those of a gated MLP."""
+    layers: list[Any] = [getattr(block, name, None) for name in nnx_blocks.NAMES]
+    for layer in layers:
+        of_flax = isinstance(layer, nnx.Linear) and type(layer).__call__ is nnx.Linear.__call__
+        if not of_flax or layer.bias is not None or not product_of(layer):
+            return None
+        if (
+            getattr(layer.kernel.get_value(), "dtype", None) not in OPERAND_DTYPES
+        ):  # a QTensor has none
+            return None
+    gate, up, down = layers
+    if not _can_fuse(gate, up, down):
+        return None
+    return lambda x, activation: gated_mlp(gate, up, down, x, activation=activation)
 
 
 def product_name(module: nnx.Module) -> str:
@@ -457,8 +527,12 @@ def _conversion_of(module):
     return product if isinstance(product, _Product) else None
 
 
-def describe_model(model: nnx.Module) -> Conversion:
-    """Lists the recipe of every matrix of a model, as a printable table.
+@overload
+def describe_model(model: nnx.Module) -> Conversion: ...
+@overload
+def describe_model(model: nnx.Module, *inputs: Any, **kwargs: Any) -> ProgramReport: ...
+def describe_model(model: nnx.Module, *inputs: Any, **kwargs: Any) -> Conversion | ProgramReport:
+    """Lists the recipe of every matrix of a model; with inputs, the FLOPs of every product.
 
     Embeddings, convolutions and modules that call `jnp.dot` or `jnp.einsum` themselves have no `dot_general`
     or `einsum_op`, so recipes do not apply to them. A prequantized kernel is listed with its stored shape,
@@ -466,15 +540,34 @@ def describe_model(model: nnx.Module) -> Conversion:
 
     Args:
       model: any NNX model, converted or not.
+      *inputs, **kwargs: arguments of the model, which is traced with them and does not run: arrays or
+        `jax.ShapeDtypeStruct`s.
+
+    Returns:
+      A printable table: without inputs a `swjax.linear.conversion.Conversion`, with inputs a
+      `swjax.linear.program_report.ProgramReport`, whose shares say how much of each pass is in 8 bits.
+
+    >>> model = nnx.Sequential(nnx.Linear(3, 8, rngs=nnx.Rngs(0)), nnx.Linear(8, 2, rngs=nnx.Rngs(1)))
+    >>> print(describe_model(quantize_model(model, {"layers/0": "switchback"}), jax.numpy.ones((4, 3))))
+    layers/0/kernel  a layer of swjax  3x8       1 x  60.0%  switchback
+    layers/1/kernel  ab,bc->ac         4x8, 8x2  1 x  40.0%  -           no expression matches its path
+    in 8 bits: 60.0% of 320 forward FLOPs, 60.0% of input gradients, 0.0% of weight gradients
     """
     conversion = Conversion()
+    conversion.line = 'swjax.quantized(lambda model, *args: model(*args), "llm")'
     for path, module in _modules(model):
         shapes = {name: _shape_of(value) for name, value in vars(module).items()}
         own = {name: shape for name, shape in shapes.items() if shape is not None}
-        conversion.note(path, type(module).__name__, own, *_recipe_of(module))
+        kind = type(module)
+        of_model = not kind.__module__.startswith("flax.")
+        conversion.note(path, kind.__name__, own, *_recipe_of(module), of_model)
         if nnx_blocks.is_fused(module):
             conversion.fused.append(path)
-    return conversion
+    if not inputs and not kwargs:
+        return conversion
+    graph, state = nnx.split(model)
+    fn = lambda state, *args, **kwargs: nnx.merge(graph, state)(*args, **kwargs)
+    return products_of(fn, state, inputs, kwargs, conversion, conversion.line)
 
 
 def _shape_of(value: Any) -> tuple[int, ...] | None:
@@ -485,13 +578,15 @@ def _shape_of(value: Any) -> tuple[int, ...] | None:
 
 
 def _recipe_of(module: nnx.Module) -> tuple[Recipe | None, str]:
-    """The recipe of a module's product; or None, and the reason for its absence."""
-    if isinstance(module, Linear):
-        return module.recipe, ""
-    if not product_name(module):
-        return None, "takes no dot_general"
-    product = product_of(module)
-    return (product.recipe, "") if product else (None, UNMATCHED)
+    """The recipe of a module's product, or None, and the reason for its absence or that of kernels."""
+    if not isinstance(module, Linear) and not product_name(module):
+        return None, TAKES_NONE
+    product = module if isinstance(module, Linear) else product_of(module)
+    if product is None:
+        return None, UNMATCHED
+    kernel = getattr(module, "kernel", None)
+    falls_back = product.layout is None and kernel is not None and _spec(kernel) is not None
+    return product.recipe, NO_LAYOUT if falls_back else ""
 
 
 def _modules(model: nnx.Module):
@@ -565,8 +660,39 @@ def split_stack(stack: nnx.Module, x: jax.Array) -> tuple[nnx.GraphDef, nnx.Stat
     return graph, nnx.map_state(leaf, state)
 
 
-def _layout(kernel: nnx.Param | None) -> Layout | None:
-    """The layout from the kernel's metadata, if there is a kernel."""
-    if kernel is None or not kernel.get_metadata("out_sharding", None) or kernel.ndim != 2:
+def _layout(layer: nnx.Module) -> Layout | None:
+    """The layout from the metadata of a layer's kernel, or the sharding of its array; None if unknown."""
+    kernel, axes = getattr(layer, "kernel", None), _matrix_axes(layer)
+    if kernel is None or axes is None or (spec := _spec(kernel)) is None:
         return None
-    return Layout(nnx.get_partition_spec(kernel).get_value())
+    return layout_of_kernel(spec, kernel.ndim, *axes)
+
+
+def _spec(kernel: nnx.Variable) -> P | None:
+    """The PartitionSpec of a kernel that is or will be on a mesh, else None."""
+    if kernel.get_metadata("out_sharding", None):
+        return nnx.get_partition_spec(kernel).get_value()
+    sharding = getattr(kernel.get_value(), "sharding", None)  # tracers have none
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
+        return None
+    # With other names it is unknown which axes shard tokens.
+    known = {axis for axes in TOKENS for axis in axes} & {*sharding.mesh.axis_names}
+    return sharding.spec if known else None
+
+
+def _matrix_axes(layer: nnx.Module) -> tuple[Sequence[int], Sequence[int]] | None:
+    """The axes of k and n of a kernel, counted from its end; None if experts or unknown axes precede them."""
+    if isinstance(layer, nnx.Linear):
+        return (-2,), (-1,)
+    if isinstance(layer, nnx.LinearGeneral) and not layer.batch_axis:
+        columns = len(layer.out_features)
+        return range(-columns - len(layer.in_features), -columns), range(-columns, 0)
+    equation = getattr(layer, "einsum_str", None)
+    if not isinstance(equation, str) or "." in equation or "->" not in equation:
+        return None
+    operands, output = equation.replace(" ", "").split("->")
+    x, w = operands.split(",")
+    if any(index in x and index in output for index in w):
+        return None
+    axis = lambda index: w.index(index) - len(w)
+    return [axis(index) for index in x if index in w], [axis(i) for i in w if i not in x]

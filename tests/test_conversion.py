@@ -51,8 +51,74 @@ def test_a_table_of_every_matrix():
         switchback_m: fwd int8 row x int8 tensor, dgrad int8 row x int8 tensor, wgrad not quantized
         a Recipe: fwd int8 row x int8 channel, dgrad not quantized, wgrad not quantized
         llm_int8: fwd int8 row x int8 channel, dgrad int8 row x int8 channel,
-          wgrad int8 row x int8 channel"""
+          wgrad int8 row x int8 channel
+        1 that Model may multiply: only swjax.quantized(lambda model, *args: model(*args), "llm")
+        converts them"""
     assert str(swjax.nnx.describe_model(model)).split() == table.split()
+
+
+def test_with_inputs_a_report_of_every_product():
+    model = swjax.nnx.quantize_model(Model(nnx.Rngs(0)), {"plain": "llm_int8", "own": OTHER})
+    report = swjax.nnx.describe_model(model, jax.ShapeDtypeStruct(X.shape, X.dtype))
+    flops = 2 * X.size * 8
+    reached = "takes no dot_general; swjax.quantized reaches it"
+    assert [(p.path, p.recipe, p.reason, p.flops) for p in report] == [
+        ("plain/kernel", RECIPES["llm_int8"], "", flops),
+        ("ours/kernel", RECIPES["switchback_m"], "", flops),
+        ("own/kernel", OTHER, "", flops),
+        ("mixing", None, reached, flops),
+        ("general/kernel", None, "no expression matches its path", flops),
+        ("table/embedding", None, "a lookup", 0),
+    ]
+    shares = report.share, report.input_gradient_share, report.weight_gradient_share
+    assert shares == (3 / 5, 2 / 5, 1 / 5)
+    assert "swjax.quantized reaches 20.0% of the forward FLOPs more: swjax.qu" in str(report)
+    assert report[3].site.startswith("test_conversion.py:")
+
+    linen, rules = LinenModel(), {"plain": "switchback"}
+    params = jax.eval_shape(linen.init, jax.random.key(0), X)
+    of_linen = swjax.linen.describe_model(linen, params, X, recipes=rules)
+    assert [(p.path, p.reason) for p in of_linen if p.flops] == [
+        ("params/plain/kernel", ""),
+        ("params/ours/kernel", ""),
+        ("params/general/kernel", "no expression matches its path"),
+        ("params/mixing", reached),
+    ]
+    assert of_linen.share == 2 / 4
+
+
+def test_a_layer_that_ignores_its_recipe_is_not_reported_as_int8():
+    class Ignoring(nnx.Linear):
+        def __call__(self, x):
+            return x @ self.kernel[...]
+
+    model = nnx.Sequential(Ignoring(8, 8, rngs=nnx.Rngs(0)))
+    swjax.nnx.quantize_model(model, {".*": "switchback"})
+    (product,) = swjax.nnx.describe_model(model, X)
+    assert (product.quantized, product.reason) == (
+        False,
+        "code of its own; swjax.quantized reaches it",
+    )
+    swjax.nnx.restore_model(model)
+
+
+def test_a_tied_head_is_named_by_a_rule():
+    class Tied(nnx.Module):
+        def __init__(self, rngs):
+            self.embed, self.up = nnx.Embed(16, 8, rngs=rngs), nnx.Linear(8, 8, rngs=rngs)
+
+        def __call__(self, tokens):
+            return self.embed.attend(self.up(self.embed(tokens)))
+
+    model, tokens = Tied(nnx.Rngs(0)), jnp.ones((2, 4), jnp.int32)
+    swjax.nnx.quantize_model(model, {"up": "switchback"})
+    before = swjax.nnx.describe_model(model, tokens)
+    assert before.share == 1 / 3
+    assert "reaches 66.7% of the forward FLOPs more" in str(before)
+    call = lambda model, tokens: model(tokens)
+    head = swjax.quantized(call, {"embed/embedding": "switchback"}).report(model, tokens)
+    assert head.share == 1
+    assert [p.reason for p in head if not p.flops] == ["a lookup"]
 
 
 def test_undone_however_often_it_was_done():
@@ -163,7 +229,8 @@ def test_linen_says_the_same(recipe):
         table    Embed.embedding      5 x 8      -             takes no dot_general
         .        LinenModel.mixing    8 x 8      -             takes no dot_general
         2 of 5 matrices converted, 128 of 296 elements (43%)
-        {recipe}: {PRODUCTS[recipe]}"""
+        {recipe}: {PRODUCTS[recipe]}
+        1 that LinenModel may multiply: only swjax.quantized(model.apply, "llm") converts them"""
     assert str(conversion).split() == table.split()
     assert jnp.any(converted != before)
     assert jnp.all(model.apply(params, X) == before)

@@ -13,8 +13,9 @@ from numeric import snr_db
 import swjax
 import swjax.linen
 import swjax.nnx
+import swjax.serving
 from swjax.recipes import RECIPES
-from swjax.testing import matrix_products
+from swjax.testing import implementations, matrix_products
 
 X = jnp.asarray(np.random.default_rng(0).standard_normal((4, 6, 16)), jnp.float32)
 
@@ -133,9 +134,28 @@ def test_gated_mlps_are_drop_in_modules(recipes):
         np.testing.assert_allclose(got, y + X, rtol=1e-5, atol=1e-5)
 
 
-def test_layers_of_flax_are_not_computed_together():
-    with pytest.raises(TypeError, match="must be swjax.nnx.Linear, got a Linear of flax.nnx"):
-        swjax.nnx.linears((nnx.Linear(16, 16, rngs=nnx.Rngs(0)),), X)
+def test_layers_of_flax_are_computed_together_once_converted():
+    """Also prequantized ones, and beside a subclass with code of its own."""
+
+    class Doubled(nnx.Linear):
+        def __call__(self, x):
+            return 2 * super().__call__(x)
+
+    make = lambda kind, seed: kind(16, 16, use_bias=False, rngs=nnx.Rngs(seed))
+    layers = nnx.List([make(nnx.Linear, 0), make(nnx.Linear, 1), make(Doubled, 2)])
+    with pytest.raises(TypeError, match="converted by quantize_model, got a Linear of flax.nnx"):
+        swjax.nnx.linears(layers[:2], X)
+    swjax.nnx.quantize_model(layers, {".*": "switchback"})
+    quantize = lambda fn: implementations(fn, X)["quantize", "xla"]
+    together = lambda x: swjax.nnx.linears(layers[:2], x)
+    assert quantize(together) == quantize(lambda x: [layer(x) for layer in layers[:2]]) - 1
+    want = [layer(X) for layer in layers]
+    pairs = [*zip(together(X), want), *zip(swjax.nnx.linears(layers, X), want)]
+    pairs.append((swjax.nnx.mlp(*layers[:2], X), layers[1](nnx.gelu(want[0], approximate=False))))
+    swjax.serving.prequantize(layers)
+    pairs += zip(together(X), want)
+    for got, expected in pairs:
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
 def attention(**kwargs):

@@ -6,13 +6,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
+from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import swjax
+import swjax.linen
+import swjax.nnx
 from swjax import Layout
 from swjax.linear.sharding import vary_alike
 from swjax.models import sharding
+from swjax.testing import assert_quantized_gathers
 
 
 def options(platform, fsdp, **settings):
@@ -75,3 +80,79 @@ def test_vmap_over_an_axis_that_shards_w(axes, spec):
         got = jax.jit(jax.grad(total, (0, 1)))(x, w)
     for a, b in zip(got, want):
         np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+def named(*names):
+    init = nnx.initializers.lecun_normal()
+    return {"kernel_init": nnx.with_partitioning(init, names, eager_sharding=False)}
+
+
+def test_kernels_of_several_axes_take_their_layout_from_flax():
+    stack = nnx.split_rngs(splits=2)(
+        nnx.vmap(lambda rngs: nnx.Linear(8, 8, rngs=rngs, **named("fsdp", "tensor")))
+    )
+    rngs = nnx.Rngs(0)
+    general = nnx.LinearGeneral
+    layers = {
+        "stack": (stack(rngs), P("fsdp", "tensor")),
+        "in": (general(8, (2, 4), rngs=rngs, **named("fsdp", "tensor", None)), P("fsdp", "tensor")),
+        "out": (
+            general((2, 4), 8, axis=(-2, -1), rngs=rngs, **named("tensor", None, "fsdp")),
+            P("tensor", "fsdp"),
+        ),
+        "einsum": (
+            nnx.Einsum("btd,ndh->btnh", (2, 8, 4), rngs=rngs, **named("tensor", "fsdp", None)),
+            P("fsdp", "tensor"),
+        ),
+        "inner": (general(8, (2, 4), rngs=rngs, **named(None, None, "tensor")), None),
+        "experts": (
+            nnx.Einsum("ebd,edn->ebn", (2, 8, 4), rngs=rngs, **named("fsdp", None, None)),
+            None,
+        ),
+        "plain": (nnx.Linear(8, 8, rngs=rngs), None),
+    }
+    model = nnx.Dict({name: layer for name, (layer, _) in layers.items()})
+    swjax.nnx.quantize_model(model, {".*": "switchback"})
+    for name, (layer, want) in layers.items():
+        layout = swjax.nnx.product_of(layer).layout
+        assert (layout and layout.w) == want, name
+    reasons = {matrix.path: matrix.reason for matrix in swjax.nnx.describe_model(model)}
+    falls_back = "no layout: XLA multiplies on meshes of type Auto"
+    assert {path for path, reason in reasons.items() if reason == falls_back} == {
+        "inner",
+        "experts",
+    }
+
+
+def test_a_layout_from_the_sharding_of_the_array():
+    mesh = jax.make_mesh((2,), ("fsdp",), axis_types=(AxisType.Auto,))
+    layer = nnx.LinearGeneral(8, (2, 4), use_bias=False, rngs=nnx.Rngs(0))
+    x = jnp.arange(32.0).reshape(4, 8)
+    want = swjax.switchback(x, layer.kernel[...].reshape(8, 8)).reshape(4, 2, 4)
+    layer.kernel[...] = jax.device_put(layer.kernel[...], jax.NamedSharding(mesh, P(None, "fsdp")))
+    swjax.nnx.quantize_model(layer, {".*": "switchback"})
+    assert swjax.nnx.product_of(layer).layout == Layout(P(None, "fsdp"))
+    with jax.set_mesh(mesh):
+        run = jax.jit(lambda layer, x: layer(x))
+        np.testing.assert_allclose(run(layer, x), want, rtol=1e-6)
+        assert_quantized_gathers(run, layer, x, weights=[(8, 8)])
+
+
+def test_linen_takes_it_from_boxes():
+    mesh = jax.make_mesh((2,), ("fsdp",), axis_types=(AxisType.Auto,))
+    init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "fsdp"))
+    model = nn.Dense(8, kernel_init=init)
+    x = jnp.arange(32.0).reshape(4, 8)
+    params = model.init(jax.random.key(0), x)
+
+    def apply(params, x):
+        with swjax.linen.quantized({".*": "switchback"}):
+            return model.apply(params, x)
+
+    want = apply(params, x)
+    kernel = params["params"]["kernel"]
+    array = jax.device_put(kernel.value, jax.NamedSharding(mesh, P(None, "fsdp")))
+    params = {"params": params["params"] | {"kernel": kernel.replace_boxed(array)}}
+    with jax.set_mesh(mesh):
+        np.testing.assert_allclose(jax.jit(apply)(params, x), want, rtol=1e-6)
+        assert_quantized_gathers(jax.jit(apply), params, x, weights=[(8, 8)])

@@ -8,6 +8,8 @@ from typing import Any
 from swjax.recipes import RECIPES, Product, Recipe
 
 UNMATCHED = "no expression matches its path"
+TAKES_NONE = "takes no dot_general"
+NO_LAYOUT = "no layout: XLA multiplies on meshes of type Auto"
 NOT_RUN = "its code did not run: unused, or compiled before"
 _VECTORS = ("bias", "scale")  # never matrices, even with several axes
 
@@ -22,7 +24,8 @@ class Matrix:
       name: the parameter's name in the module.
       shape: shape of the parameter.
       recipe: recipe of its products, or None if they are not converted.
-      reason: why there is no recipe; "" if there is a recipe.
+      reason: why there is no recipe, or why kernels do not compute it; "" otherwise.
+      own_code: whether the module is not one of Flax, so that code of the model may multiply the matrix.
     """
 
     path: str
@@ -31,6 +34,7 @@ class Matrix:
     shape: tuple[int, ...]
     recipe: Recipe | None
     reason: str = ""
+    own_code: bool = False
 
     @property
     def parameter(self) -> tuple[str, str, tuple[int, ...]]:
@@ -53,9 +57,11 @@ class Conversion(list[Matrix]):
     Attributes:
       if_empty: printed after the summary if no matrix was noted.
       fused: paths of the gated MLPs whose layers share memory passes.
+      line: code that applies `swjax.quantized`, printed if code of the model may multiply other matrices.
     """
 
     if_empty = ""
+    line = 'swjax.quantized(fn, "llm")'
 
     def __init__(self, matrices: Iterable[Matrix] = ()) -> None:
         super().__init__(matrices)
@@ -68,19 +74,20 @@ class Conversion(list[Matrix]):
         shapes: Mapping[str, tuple[int, ...]],
         recipe: Recipe | None,
         reason: str = "",
+        own_code: bool = False,
     ) -> None:
         """Adds the parameters of a module that are matrices, each once.
 
         Modules that share a scope have the same parameters; the row is that of the first, the innermost.
 
         Args:
-          path, kind, recipe, reason: see `Matrix`.
+          path, kind, recipe, reason, own_code: see `Matrix`.
           shapes: {name: shape} of the module's own parameters.
         """
         for name, shape in shapes.items():
             if len(shape) < 2 or name in _VECTORS:
                 continue
-            matrix = Matrix(path, kind, name, tuple(shape), recipe, reason)
+            matrix = Matrix(path, kind, name, tuple(shape), recipe, reason, own_code)
             known = [
                 number for number, other in enumerate(self) if other.parameter == matrix.parameter
             ]
@@ -111,7 +118,11 @@ class Conversion(list[Matrix]):
             lines.append(f"fused gated MLPs: {', '.join(path or '.' for path in self.fused)}")
         if not self and self.if_empty:
             lines.append(self.if_empty)
-        return "\n".join([*lines, *map(_products, recipes)])
+        lines += map(_products, recipes)
+        if own := [m for m in self if m.own_code and m.reason == TAKES_NONE]:
+            kinds = ", ".join(dict.fromkeys(m.kind for m in own))
+            lines.append(f"{len(own)} that {kinds} may multiply: only {self.line} converts them")
+        return "\n".join(lines)
 
 
 def recipe_name(recipe: Recipe | None) -> str:

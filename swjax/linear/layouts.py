@@ -1,7 +1,7 @@
 """Shardings of the arrays of a linear layer: users pass a `Layout`, the layer computes with a `Spec`."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -70,6 +70,32 @@ class Layout:
             raise ValueError(
                 f"reduce_dtype must be 'float32', 'bfloat16', 'float16' or None, got {self.reduce_dtype!r}"
             )
+
+
+def layout_of_kernel(
+    spec: P, ndim: int, contracted: Sequence[int], columns: Sequence[int]
+) -> Layout | None:
+    """The layout of a product that reads a kernel of several axes, or one of a stack, as a matrix [k, n].
+
+    Args:
+      spec: PartitionSpec of the kernel, with or without the axes of a stack.
+      ndim: number of axes of the kernel, with those of a stack.
+      contracted, columns: the axes of k and of n, counted from the end, in the order of the matrix.
+
+    Returns:
+      The layout; None if no spec of a matrix says the same: an axis that is not the first of k or n is
+      sharded.
+
+    >>> layout_of_kernel(P(None, "fsdp", "tensor", None), 4, (-3,), (-2, -1)).w  # a stack [l, k, heads, h]
+    P('fsdp', 'tensor')
+    """
+    own = len(contracted) + len(columns)
+    missing = (ndim if len(spec) > own else own) - len(spec)
+    entries = (*spec, *(None,) * missing)[-own:]
+    groups = [[entries[axis] for axis in axes] for axes in (contracted, columns)]
+    if any(entry is not None for _, *others in groups for entry in others):
+        return None
+    return Layout(P(*(first for first, *_ in groups)))
 
 
 # --- specs --------------------------------------------------------------------------------------------

@@ -6,19 +6,19 @@
 
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from swjax import recipes
 from swjax.linear.contraction import dot_general
-from swjax.linear.conversion import UNMATCHED
+from swjax.linear.conversion import TAKES_NONE, UNMATCHED, Matrix
 from swjax.linear.program_plan import Choice, Origin, Planner
 from swjax.linear.program_report import ProgramReport
-from swjax.linear.program_run import run
+from swjax.linear.program_run import Plan, run
 from swjax.recipes import Recipe
 
 _ARRAYS = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
@@ -46,24 +46,87 @@ class Quantized:
         return self._planned(params, args, kwargs)[1].products
 
     def _planned(self, params, args, kwargs):
-        leaves, tree = jax.tree.flatten((params, args, kwargs))
-        at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, _ARRAYS)]
+        program = _traced(self.fn, params, args, kwargs)
+        choices = _choices(self.rules, [path for path, _ in program.parameters])
+        plan, planner = program.planned(choices, self.implementation)
+        return plan, planner, program.values, program.out
 
-        def fn(*arrays):
-            whole = list(leaves)
-            for i, array in zip(at, arrays):
-                whole[i] = array
-            params, args, kwargs = jax.tree.unflatten(tree, whole)
-            return self.fn(params, *args, **kwargs)
 
-        values = [leaves[i] for i in at]
-        jaxpr, out = jax.make_jaxpr(fn, return_shape=True)(*values)
-        named = [(path, leaf) for path, leaf in _named(params) if isinstance(leaf, _ARRAYS)]
-        choices = _choices(self.rules, [path for path, _ in named])
-        planner = Planner(choices, self.implementation)
-        origins: list[Origin | None] = [Origin((path,), leaf.dtype) for path, leaf in named]
-        plan = planner.plan(jaxpr, origins + [None] * (len(values) - len(named)))
-        return plan, planner, values, jax.tree.structure(out)
+class _Program(NamedTuple):
+    """A traced function.
+
+    Attributes:
+      jaxpr: of its arrays.
+      values: the arrays, those of the parameters first.
+      parameters: their paths and arrays.
+      out: structure of the result.
+    """
+
+    jaxpr: Any
+    values: list[Any]
+    parameters: list[tuple[str, Any]]
+    out: Any
+
+    def planned(
+        self, choices: Mapping[str, Choice], implementation: str | None = None
+    ) -> tuple[Plan, Planner]:
+        """Plans the program; the planner lists the products."""
+        planner = Planner(choices, implementation)
+        origins: list[Origin | None] = [Origin((path,), w.dtype) for path, w in self.parameters]
+        others = [None] * (len(self.values) - len(origins))
+        return planner.plan(self.jaxpr, origins + others), planner
+
+
+def _traced(fn: Callable, params: Any, args: tuple, kwargs: dict) -> _Program:
+    """Traces ``fn(params, *args, **kwargs)``; arguments that are not arrays are static."""
+    leaves, tree = jax.tree.flatten((params, args, kwargs))
+    at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, _ARRAYS)]
+
+    def of_arrays(*arrays):
+        whole = list(leaves)
+        for i, array in zip(at, arrays):
+            whole[i] = array
+        params, args, kwargs = jax.tree.unflatten(tree, whole)
+        return fn(params, *args, **kwargs)
+
+    values = [leaves[i] for i in at]
+    jaxpr, out = jax.make_jaxpr(of_arrays, return_shape=True)(*values)
+    parameters = [(path, leaf) for path, leaf in _named(params) if isinstance(leaf, _ARRAYS)]
+    return _Program(jaxpr, values, parameters, jax.tree.structure(out))
+
+
+def products_of(
+    fn: Callable, params: Any, args: tuple, kwargs: dict, matrices: Iterable[Matrix], line: str
+) -> ProgramReport:
+    """The products of a model, with the recipes of its converted layers: `describe_model` with inputs.
+
+    Args:
+      fn, params, args, kwargs: the model as a function, and its arguments.
+      matrices: the report of the conversion.
+      line: code that applies `quantized` to the model.
+    """
+    program = _traced(fn, params, args, kwargs)
+    choices = dict.fromkeys((path for path, _ in program.parameters), Choice(None, UNMATCHED))
+    for matrix in matrices:
+        reason = _REACHED[0] if matrix.reason == TAKES_NONE else matrix.reason
+        if matrix.recipe is not None:
+            plain = matrix.recipe.fwd is None
+            reason = "its recipe has no 8-bit forward product" if plain else _REACHED[1]
+        name = f"{matrix.path}/{matrix.name}".lstrip("/")
+        for path in choices:
+            if re.fullmatch(rf"(?:params/)?{re.escape(name)}(?:/(?:values|scale|0|1))?", path):
+                choices[path] = Choice(None, reason, matrix.recipe)
+    report = program.planned(choices)[1].products
+    more = sum(product.flops for product in report if product.reason in _REACHED)
+    if more:
+        share = more / sum(product.flops for product in report)
+        report.remedy = f"swjax.quantized reaches {share:.1%} of the forward FLOPs more: {line}"
+    return report
+
+
+_REACHED = tuple(
+    f"{reason}; swjax.quantized reaches it" for reason in (TAKES_NONE, "code of its own")
+)
 
 
 def quantized(
@@ -82,9 +145,10 @@ def quantized(
     one operation at a time.
 
     Kept as they are and listed by `report`: functions with custom derivatives, kernels, layers that are
-    quantized already, convolutions, lookups, ragged products, products of two activations, parameters that
-    the program scales or merges first, and the matrices of LoRA. If `fn` differentiates inside, its input
-    gradients follow the recipe's forward product, and its weight gradients are products of two activations.
+    quantized already, convolutions, lookups, products of two activations, parameters that the program scales
+    or merges first, and the matrices of LoRA. Ragged products follow `swjax.ragged_switchback`. If `fn`
+    differentiates inside, its input gradients follow the recipe's forward product, and its weight gradients
+    are products of two activations.
 
     Args:
       fn: a function of parameters and further arguments, such as a loss or an `apply`; or of an NNX model or
@@ -110,9 +174,9 @@ def quantized(
     >>> int8(params, jnp.ones((2, 4, 8))).shape
     (2, 4, 16)
     >>> print(int8.report(params, jnp.ones((2, 4, 8))))
-    up       abc,cd->abd  2x4x8, 8x32    1 x  4.1e+03 FLOPs   switchback
-    lm_head  abc,cd->abd  2x4x32, 32x16  1 x  8.19e+03 FLOPs  -           the head stays in 16 bits
-    33.3% of 1.23e+04 forward FLOPs in 8 bits
+    up       abc,cd->abd  2x4x8, 8x32    1 x  33.3%  switchback
+    lm_head  abc,cd->abd  2x4x32, 32x16  1 x  66.7%  -           the head stays in 16 bits
+    in 8 bits: 33.3% of 1.23e+04 forward FLOPs, 33.3% of input gradients, 0.0% of weight gradients
     """
     dot_general(implementation=implementation)  # refuses one that does not exist
     if rules != "llm":

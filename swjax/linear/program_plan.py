@@ -21,16 +21,23 @@ from swjax.linear.program_run import (
     inline,
     move,
     multiply,
+    multiply_ragged,
     run,
 )
 from swjax.recipes import QUANTIZED_DTYPES, Recipe
 
 
 class Choice(NamedTuple):
-    """The recipe that rules give a parameter, or the reason why they give none."""
+    """The recipe that rules give a parameter, or the reason why they give none.
+
+    Attributes:
+      recipe, reason: one of them.
+      followed: the recipe of a layer that is quantized already, if it is known.
+    """
 
     recipe: Recipe | None
     reason: str = ""
+    followed: Recipe | None = None
 
 
 class Origin(NamedTuple):
@@ -99,17 +106,28 @@ class Planner:
         if name in CASTS | RESHARDS | GATHERS | MOVES and any(found):
             # An `optimization_barrier` has one result for each operand.
             return Step(move, eqn), found[:count] if name in RESHARDS else [found[0]] * count
-        if name == "dot_general":
+        if name in ("dot_general", "ragged_dot_general"):
             step = self._product(eqn, found, repeats, opaque)
         else:
             self._note_use(eqn, found, repeats, opaque)
         return step, [_combined(found, name)] * count
 
     def _product(self, eqn, found: Origins, repeats: int, opaque: str) -> Step:
-        """Lists a `dot_general`, and decides whether it follows a recipe."""
-        lhs, rhs = (atom.aval for atom in eqn.invars)
-        dimension_numbers = eqn.params["dimension_numbers"]
-        sum_length = math.prod(lhs.shape[axis] for axis in dimension_numbers[0][0])
+        """Lists a `dot_general`, also a ragged one, and decides whether it follows a recipe."""
+        lhs, rhs = (atom.aval for atom in eqn.invars[:2])
+        found = found[:2]
+        ragged = eqn.params.get("ragged_dot_dimension_numbers")
+        groups = tuple(ragged.rhs_group_dimensions) if ragged else ()
+        dimension_numbers = (
+            ragged.dot_dimension_numbers if ragged else eqn.params["dimension_numbers"]
+        )
+        equation = equation_of(dimension_numbers, lhs.ndim, rhs.ndim, groups)
+        (_, contracted), (_, batch) = dimension_numbers
+        columns = [
+            size
+            for axis, size in enumerate(rhs.shape)
+            if axis not in {*contracted, *batch, *groups}
+        ]
         at = 0 if found[1] is None else 1
         origin, choice = found[at], Choice(None)
         quantized = {lhs.dtype.name, rhs.dtype.name} <= {*QUANTIZED_DTYPES}
@@ -126,12 +144,13 @@ class Planner:
             reason = choice.reason
         product = TracedProduct(
             " + ".join(dict.fromkeys(path for o in found if o for path in o.paths)),
-            equation_of(dimension_numbers, lhs.ndim, rhs.ndim),
+            f"ragged {equation} by XLA" if ragged else equation,
             (lhs.shape, rhs.shape),
-            2 * eqn.outvars[0].aval.size * sum_length * repeats,
+            2 * lhs.size * math.prod(columns) * repeats,
             choice.recipe,
             reason,
             quantized or (choice.recipe is not None and choice.recipe.fwd is not None),
+            eqn.source_info.traceback,
         )
         self.products.append(product)
         if choice.recipe is None or origin is None:
@@ -139,7 +158,7 @@ class Planner:
         if not jnp.issubdtype(origin.dtype, jnp.floating):
             raise unsupported(product, f"its dtype is {origin.dtype}, but recipes quantize floats")
         execute = partial(
-            multiply,
+            multiply_ragged if ragged else multiply,
             product=product,
             recipe=choice.recipe,
             implementation=self.implementation,
@@ -150,18 +169,24 @@ class Planner:
     def _call(self, eqn, found: Origins, repeats: int, opaque: str) -> tuple[Step, Origins]:
         """Plans an operation that runs other jaxprs."""
         read, execute = CALLS[eqn.primitive.name]
-        bodies, first, carried, times = read(eqn)
-        origins, mark = found[first:], len(self.products)
+        call, found, mark = read(eqn), list(found), len(self.products)
         while True:
-            plans = tuple(self.plan(body, origins, repeats * times, opaque) for body in bodies)
+            plans = tuple(
+                self.plan(body, [found[i] for i in operands], repeats * call.times, opaque)
+                for body, operands in zip(call.bodies, call.operands)
+            )
             # What a loop carries is the same parameter in each iteration only if the body returns it.
-            into = origins[carried]
+            into = [found[i] for i in call.carried]
             same = [o if o == out else None for o, out in zip(into, plans[0].origins)]
             if same == into:
                 break
-            origins[carried] = same
+            for i, origin in zip(call.carried, same):
+                found[i] = origin
             del self.products[mark:]
-        outs = [each[0] if len({*each}) == 1 else None for each in zip(*(p.origins for p in plans))]
+        results = plans if call.alternatives else plans[:1]
+        outs = [
+            each[0] if len({*each}) == 1 else None for each in zip(*(p.origins for p in results))
+        ]
         if eqn.primitive.name == "scan":  # what it stacks is not one parameter
             outs[len(into) :] = [None] * (len(outs) - len(into))
         casts = execute is inline and any(o and o.paths and not o.changed for o in outs)
@@ -178,10 +203,14 @@ class Planner:
             if o and o.paths and getattr(atom.aval, "ndim", 0) > 1
         ]
 
+        equation = name
+
         def note(reason: str, flops: Callable[[Any], int] = lambda w: 0, quantized=False) -> None:
             for path, w in used or [("", eqn.invars[0].aval)]:
-                row = path, name, (w.shape,), flops(w) * repeats, None, reason, quantized
-                self.products.append(TracedProduct(*row))
+                recipe = self.choices.get(path, Choice(None)).followed if quantized else None
+                reason_of = "" if recipe else reason
+                row = path, equation, (w.shape,), flops(w) * repeats, recipe, reason_of, quantized
+                self.products.append(TracedProduct(*row, eqn.source_info.traceback))
 
         if name == "gather" and used:
             note("a lookup")
@@ -189,15 +218,14 @@ class Planner:
             features = eqn.params["dimension_numbers"].rhs_spec[0]
             w = eqn.invars[1].aval
             note("a convolution", lambda _: 2 * out.size * w.size // w.shape[features])
-        elif name == "ragged_dot_general":
-            k = eqn.invars[0].aval.shape[-1]
-            note("no recipe has ragged products", lambda _: 2 * out.size * k)
         elif name == "pallas_call" or "triton" in name:
             note(opaque or "a kernel, of unknown FLOPs")
         elif used and _is_quantized_layer(eqn):
             used = [(path, w) for path, w in used if 1 not in w.shape]  # no scales
             tokens = out.size // out.shape[-1]
-            note("already quantized", lambda w: 2 * tokens * w.size, quantized=True)
+            equation = "a layer of swjax"
+            flops = lambda w: 2 * tokens * math.prod(w.shape[-2:])  # of one expert, or one layer
+            note("already quantized", flops, quantized=True)
         else:
             for jaxpr in core.jaxprs_in_params(eqn.params):
                 unknown: Origins = [None] * len(jaxpr.invars)

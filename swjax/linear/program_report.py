@@ -1,12 +1,25 @@
 """The report of `swjax.quantized`: every product of a traced program."""
 
+import os
 import re
 import string
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, field
 from typing import Any
 
 from swjax.linear.conversion import recipe_name
 from swjax.recipes import Recipe
+
+
+def _is_of_library(file: str) -> bool:
+    """Whether a file is of JAX, Flax, this library or Python's own."""
+    folder_of = lambda module: os.path.join(os.path.dirname(module.__file__), "")
+    names = ("jax", "flax", "opt_einsum", "swjax")
+    if file.startswith(
+        tuple(folder_of(sys.modules[name]) for name in names if name in sys.modules)
+    ):
+        return True
+    return file.startswith(folder_of(os)) and "site-packages" not in file
 
 
 @dataclass(frozen=True)
@@ -21,6 +34,7 @@ class TracedProduct:
       recipe: recipe of the product, or None if it is not converted.
       reason: why there is no recipe; "" if there is one.
       quantized: whether the forward product has 8-bit operands.
+      traceback: of the code that multiplies.
     """
 
     path: str
@@ -30,38 +44,84 @@ class TracedProduct:
     recipe: Recipe | None = None
     reason: str = ""
     quantized: bool = False
+    traceback: Any = field(default=None, compare=False, repr=False)
+
+    @property
+    def site(self) -> str:
+        """The "file:line" of the innermost code that is not of JAX, Flax or this library; "" if unknown."""
+        for frame in self.traceback.frames if self.traceback else ():
+            if not _is_of_library(frame.file_name):
+                return f"{os.path.basename(frame.file_name)}:{frame.line_num}"
+        return ""
 
 
 class ProgramReport(list[TracedProduct]):
     """Every `TracedProduct` of a function; prints as a table with one row for numbered layers.
 
-    All branches of a condition count, and one iteration of a loop of unknown length.
+    A product of two activations has the call site in place of the parameter. All branches of a condition
+    count, and one iteration of a loop of unknown length.
+
+    Attributes:
+      remedy: printed at the end.
     """
+
+    remedy = ""
 
     @property
     def share(self) -> float:
         """The share of the FLOPs of forward products that have 8-bit operands."""
         return sum(p.flops for p in self if p.quantized) / max(sum(p.flops for p in self), 1)
 
+    @property
+    def input_gradient_share(self) -> float:
+        """The share of the FLOPs of input gradients in 8 bits.
+
+        Each product counts as much as its forward product, also that of a first layer, and a product of two
+        activations twice. Layers whose recipe is unknown count as not quantized.
+        """
+        flops = lambda p: p.flops if p.path else 2 * p.flops
+        done = sum(p.flops for p in self if p.recipe and p.recipe.dgrad)
+        return done / max(sum(map(flops, self)), 1)
+
+    @property
+    def weight_gradient_share(self) -> float:
+        """The share of the FLOPs of weight gradients in 8 bits; see `input_gradient_share`."""
+        done = sum(p.flops for p in self if p.recipe and p.recipe.wgrad)
+        return done / max(sum(p.flops for p in self if p.path), 1)
+
     def __str__(self) -> str:
-        rows: dict[tuple[str, ...], list[int]] = {}
+        rows: dict[tuple[str, ...], list[TracedProduct]] = {}
         for p in self:
-            path = re.sub(r"(?<![^\W_])\d+(?=/)", "*", p.path) or "-"
+            path = re.sub(r"(?<![^\W_])\d+(?=/)", "*", p.path) or p.site or "-"
             shapes = ", ".join("x".join(map(str, shape)) for shape in p.shapes)
             row = path, p.equation, shapes, recipe_name(p.recipe), p.reason
-            rows.setdefault(row, []).append(p.flops)
+            rows.setdefault(row, []).append(p)
+        total = sum(p.flops for p in self)
+        share_of = lambda products: sum(p.flops for p in products) / max(total, 1)
         table = [
-            (*row[:3], f"{len(flops)} x", f"{sum(flops):.3g} FLOPs", *row[3:])
-            for row, flops in rows.items()
+            (
+                products[0].path or path if len(products) == 1 else path,
+                *row[:2],
+                f"{len(products)} x",
+                f"{share_of(products):.1%}",
+                *row[2:],
+            )
+            for (path, *row), products in rows.items()
         ]
         widths = [max(map(len, column)) for column in zip(*table)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
-        total = sum(p.flops for p in self)
-        return "\n".join([*lines, f"{self.share:.1%} of {total:.3g} forward FLOPs in 8 bits"])
+        gradients = (
+            f"{self.input_gradient_share:.1%} of input gradients, "
+            f"{self.weight_gradient_share:.1%} of weight gradients"
+        )
+        lines.append(f"in 8 bits: {self.share:.1%} of {total:.3g} forward FLOPs, {gradients}")
+        return "\n".join([*lines, self.remedy]).rstrip()
 
 
-def equation_of(dimension_numbers: Any, lhs_ndim: int, rhs_ndim: int) -> str:
-    """The einsum of a `dot_general`.
+def equation_of(
+    dimension_numbers: Any, lhs_ndim: int, rhs_ndim: int, groups: tuple[int, ...] = ()
+) -> str:
+    """The einsum of a `dot_general`; `groups` are the axes of rhs from which each row takes one entry.
 
     >>> equation_of((((2,), (0,)), ((), ())), 3, 2)
     'abc,cd->abd'
@@ -73,6 +133,7 @@ def equation_of(dimension_numbers: Any, lhs_ndim: int, rhs_ndim: int) -> str:
     rows, columns = (
         [index for index in one if index not in other] for one, other in ((lhs, rhs), (rhs, lhs))
     )
+    columns = [index for index in columns if rhs.index(index) not in groups]
     return f"{lhs},{rhs}->{''.join([*(lhs[i] for i in lhs_batch), *rows, *columns])}"
 
 

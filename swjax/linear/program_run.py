@@ -15,6 +15,7 @@ from jax.sharding import Sharding
 
 from swjax.linear.contraction import dot_general
 from swjax.linear.program_report import TracedProduct, unsupported
+from swjax.linear.ragged import ragged_switchback
 from swjax.recipes import Recipe
 
 Arrays = list[Any]
@@ -162,6 +163,49 @@ def multiply(
     return [y if jax.typeof(y).sharding.spec == spec else jax.reshard(y, spec)], []
 
 
+@cache
+def _ragged_product(recipe, precision, preferred) -> Callable:
+    @jax.jit
+    def quantized_product(x, w, group_sizes):
+        options = {"recipe": recipe, "precision": precision, "out_dtype": preferred}
+        return ragged_switchback(x, w, group_sizes, **options)
+
+    return quantized_product
+
+
+def multiply_ragged(
+    step: Step,
+    values: Arrays,
+    stored: Arrays,
+    *,
+    product: TracedProduct,
+    recipe: Recipe,
+    implementation: str | None,
+    at: int,
+) -> tuple[Arrays, Arrays]:
+    """Computes a `ragged_dot_general`, whose right operand is a parameter, by a recipe."""
+    like: Any = step.eqn.outvars[0].aval
+    params, x, w = step.eqn.params, values[0], stored[1]
+    dimension_numbers = params["ragged_dot_dimension_numbers"]
+    (contracted, (k,)), (batch, _) = dimension_numbers.dot_dimension_numbers
+    ragged, groups = (
+        dimension_numbers.lhs_ragged_dimensions,
+        dimension_numbers.rhs_group_dimensions,
+    )
+    if at == 0 or batch or (x.ndim, w.ndim, len(groups)) != (2, 3, 1) or ragged == contracted:
+        raise unsupported(product, "experts need x [m, k] and w [e, k, n]")
+    if implementation not in (None, "xla"):
+        raise unsupported(product, f"only XLA multiplies ragged arrays, not {implementation!r}")
+    (n,) = {0, 1, 2} - {k, *groups}
+    x, w = x.transpose(*ragged, *contracted), w.transpose(*groups, k, n)
+    options = params["precision"], params["preferred_element_type"]
+    try:
+        y = _ragged_product(recipe, *options)(x, w, values[2])
+    except ValueError as error:
+        raise unsupported(product, error) from error
+    return [y.astype(like.dtype)], []
+
+
 # --- operations that run other jaxprs -----------------------------------------------------------------
 
 
@@ -170,15 +214,17 @@ class Call(NamedTuple):
 
     Attributes:
       bodies: the jaxprs.
-      first: the first operand that the bodies receive; they receive all that follow.
-      carried: the arguments of the body that its first results replace in the next iteration.
+      operands: for each body, which operands of the equation it receives.
+      carried: the operands that the first results of the first body replace in the next iteration.
       times: number of iterations, or of devices.
+      alternatives: whether each body computes the results; otherwise the first does.
     """
 
     bodies: tuple
-    first: int = 0
-    carried: slice = slice(0, 0)
+    operands: tuple[Sequence[int], ...]
+    carried: Sequence[int] = ()
     times: int = 1
+    alternatives: bool = False
 
 
 def _differing(values: Arrays, stored: Arrays) -> Arrays:
@@ -186,7 +232,8 @@ def _differing(values: Arrays, stored: Arrays) -> Arrays:
 
 
 def _read_call(eqn) -> Call:
-    return Call((eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"],))
+    body = eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"]
+    return Call((body,), (range(len(eqn.invars)),))
 
 
 def inline(step: Step, values: Arrays, stored: Arrays) -> tuple[Arrays, Arrays]:
@@ -220,7 +267,8 @@ def _scan_sizes(eqn) -> tuple[int, int]:
 
 def _read_scan(eqn) -> Call:
     first, count = _scan_sizes(eqn)
-    return Call((eqn.params["jaxpr"],), 0, slice(first, first + count), eqn.params["length"])
+    operands, carried = range(len(eqn.invars)), range(first, first + count)
+    return Call((eqn.params["jaxpr"],), (operands,), carried, eqn.params["length"])
 
 
 def _scan(step: Step, values: Arrays, stored: Arrays) -> tuple[Arrays, Arrays]:
@@ -239,19 +287,21 @@ def _scan(step: Step, values: Arrays, stored: Arrays) -> tuple[Arrays, Arrays]:
 
 def _read_while(eqn) -> Call:
     first, count = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    return Call((eqn.params["body_jaxpr"],), first, slice(count, len(eqn.invars) - first))
+    bodies = eqn.params["body_jaxpr"], eqn.params["cond_jaxpr"]
+    end = len(eqn.invars)
+    carried = range(first + count, end)
+    return Call(bodies, (range(first, end), (*range(first), *carried)), carried)
 
 
 def _while(step: Step, values: Arrays, stored: Arrays) -> tuple[Arrays, Arrays]:
     first, count = step.eqn.params["cond_nconsts"], step.eqn.params["body_nconsts"]
-    constants, carry = values[first : first + count], values[first + count :]
-    stored = _differing(values, stored)[first : first + count]
-    goes_on = core.jaxpr_as_fun(step.eqn.params["cond_jaxpr"])
-    body = step.bodies[0].results
+    stored = _differing(values, stored)
+    body, goes_on = (plan.results for plan in step.bodies)
+    of_body = slice(first, first + count)
     outs = jax.lax.while_loop(
-        lambda carry: goes_on(*values[:first], *carry)[0],
-        lambda carry: body([*constants, *carry], stored),
-        carry,
+        lambda carry: goes_on([*values[:first], *carry], stored[:first])[0],
+        lambda carry: body([*values[of_body], *carry], stored[of_body]),
+        values[first + count :],
     )
     return outs, []
 
@@ -262,9 +312,15 @@ def _cond(step: Step, values: Arrays, stored: Arrays) -> tuple[Arrays, Arrays]:
     return jax.lax.switch(index, [plan.results for plan in step.bodies], operands, stored), []
 
 
+def _read_cond(eqn) -> Call:
+    branches = eqn.params["branches"]
+    operands = (range(1, len(eqn.invars)),) * len(branches)
+    return Call(branches, operands, alternatives=True)
+
+
 def _read_shard_map(eqn) -> Call:
     sizes = (eqn.params["mesh"].shape[axis] for axis in eqn.params["newly_manual_axes"])
-    return Call((eqn.params["jaxpr"],), times=math.prod(sizes))
+    return Call((eqn.params["jaxpr"],), (range(len(eqn.invars)),), times=math.prod(sizes))
 
 
 def _shard_map(step: Step, values: Arrays, stored: Arrays) -> tuple[Arrays, Arrays]:
@@ -291,6 +347,6 @@ CALLS: dict[str, tuple[Callable, Callable]] = {
     **dict.fromkeys(("checkpoint", "remat", "remat2"), (_read_call, _remat)),
     "scan": (_read_scan, _scan),
     "while": (_read_while, _while),
-    "cond": (lambda eqn: Call(eqn.params["branches"], 1), _cond),
+    "cond": (_read_cond, _cond),
     "shard_map": (_read_shard_map, _shard_map),
 }

@@ -1,0 +1,174 @@
+"""`swjax.ragged_switchback`: the linear layer of experts, and its place in `swjax.quantized`."""
+
+from functools import partial
+from itertools import pairwise
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import swjax
+from swjax.testing import assert_quantized, matrix_products
+
+RNG = np.random.default_rng(0)
+ROWS, K, N = 12, 16, 8
+SIZES = jnp.array([4, 0, 5], jnp.int32)  # three rows beyond
+STARTS = (0, 4, 4, 9)
+X = jnp.asarray(RNG.normal(size=(ROWS, K)), jnp.float32)
+W = jnp.asarray(RNG.normal(size=(3, K, N)) * [[[1.0]], [[9.0]], [[3.0]]], jnp.float32)
+G = jnp.asarray(RNG.normal(size=(ROWS, N)), jnp.float32)
+
+
+def by_expert(x, w, recipe):
+    """One layer for each expert."""
+    parts = [
+        swjax.switchback(x[start:stop], w[e], recipe=recipe)
+        for e, (start, stop) in enumerate(pairwise(STARTS))
+    ]
+    return jnp.concatenate([*parts, jnp.zeros((ROWS - STARTS[-1], N), x.dtype)])
+
+
+@partial(jax.jit, static_argnums=0)
+def with_gradients(fn, x, w, g):
+    y, vjp = jax.vjp(fn, x, w)
+    return y, *vjp(g)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "dtype"),
+    [
+        ("switchback", "bfloat16"),
+        ("switchback_m", "float32"),
+        ("switchback_q", "float32"),
+        ("fp8_switchback", "bfloat16"),
+        ("standard", "bfloat16"),
+    ],
+)
+def test_each_expert_is_a_layer_of_its_own_rows(recipe, dtype):
+    x, g = X.astype(dtype).at[-1].set(jnp.nan), G.astype(dtype)
+    layer = lambda x, w: swjax.ragged_switchback(x, w, SIZES, recipe=recipe)
+    got = with_gradients(layer, x, W, g)
+    want = with_gradients(partial(by_expert, recipe=recipe), x, W, g)
+    for ours, reference in zip(got, want):
+        assert ours.dtype == reference.dtype
+        np.testing.assert_allclose(
+            *(np.asarray(a, "float64") for a in (ours, reference)), rtol=1e-6, atol=1e-5
+        )
+    count = 0 if recipe == "standard" else 2
+    if not recipe.startswith("fp8"):
+        assert matrix_products(with_gradients, layer, x, W, g)["s8", "s8"] == count
+
+
+@pytest.mark.parametrize(("recipe", "error"), [("switchback", 0), ("switchback_q", 0.02)])
+def test_quantized_weights_have_no_gradient_and_give_the_same(recipe, error):
+    layer = lambda x, w: swjax.ragged_switchback(x, w, SIZES, recipe=recipe)
+    q = jax.vmap(partial(swjax.quantize_weight, recipe=recipe))(W)
+    y, dx = jax.jit(lambda q: jax.value_and_grad(lambda x: jnp.vdot(layer(x, q), G))(X))(q)
+    want = with_gradients(layer, X, W, G)
+    np.testing.assert_allclose(y, jnp.vdot(want[0], G), rtol=1e-5)
+    assert jnp.linalg.norm(dx - want[1]) <= error * jnp.linalg.norm(want[1])
+
+
+def test_transformations():
+    """Higher derivatives are those of the exact product; vmap, remat and shard_map change nothing."""
+    layer = lambda x, w: swjax.ragged_switchback(x, w, SIZES)
+    exact = lambda x, w: jax.lax.ragged_dot(x, w, SIZES)
+    first = lambda fn, w: jax.grad(lambda x: jnp.sum(jnp.sin(fn(x, w))))(X)
+    second = lambda fn: jax.jit(jax.grad(lambda w: jnp.sum(first(fn, w) ** 2)))(W / 20)
+    assert jnp.linalg.norm(second(layer) - second(exact)) < 0.05 * jnp.linalg.norm(second(exact))
+
+    loss = lambda fn, x, w: jnp.sum(jnp.tanh(fn(x, w)))
+    grads = jax.jit(jax.grad(partial(loss, layer), argnums=(0, 1)))
+    want = grads(X, W)
+    policy = swjax.checkpoint_policies.save_weights
+    remat = jax.jit(jax.grad(partial(loss, jax.checkpoint(layer, policy=policy)), argnums=(0, 1)))
+    jax.tree.map(np.testing.assert_array_equal, remat(X, W), want)
+    stacked = jax.vmap(lambda x, w, s: swjax.ragged_switchback(x, w, s))
+    twice = [jnp.stack([a, a]) for a in (X, W, SIZES)]
+    np.testing.assert_array_equal(jax.jit(stacked)(*twice)[1], jax.jit(layer)(X, W))
+
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    each = jax.shard_map(layer, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"))
+    both = jax.jit(jax.grad(partial(loss, each), argnums=(0, 1)))
+    dx, dw = both(jnp.concatenate([X, X]), W)
+    np.testing.assert_allclose(dx[:ROWS], want[0], rtol=1e-6)
+    np.testing.assert_allclose(dw, 2 * want[1], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "recipe", "message"),
+    [
+        ((X, W[0], SIZES), "switchback", r"needs x \[m, k\], w \[e, k, n\] .* got x \(12, 16\)"),
+        ((X, W, SIZES[:2]), "switchback", r"group_sizes \(2,\)"),
+        ((X, W, jnp.array([-1, 2, 3])), "switchback", r"at least 0 .* 12 rows .* \[-1, 2, 3\]"),
+        ((X, W, jnp.array([9, 2, 3])), "switchback", r"at most the 12 rows of x, got \[9, 2, 3\]"),
+        (
+            (X, W, SIZES.astype("float32")),
+            "switchback",
+            "group_sizes must be integers, got float32",
+        ),
+        ((X.astype("int8"), W, SIZES), "switchback", "x must be float16.* got int8"),
+        (
+            (X, W, SIZES),
+            "switchback_hadamard",
+            "weight gradient in 16 bits, got .*use 'switchback'",
+        ),
+        ((X, W, SIZES), "llm_int8_outlier6", "without rotation and outliers"),
+        ((X, W, SIZES), "swichback", "recipe must be one of"),
+    ],
+)
+def test_errors_are_one_line(arguments, recipe, message):
+    with pytest.raises(ValueError, match=message) as error:
+        swjax.ragged_switchback(*arguments, recipe=recipe)
+    assert "\n" not in str(error.value)
+
+
+# --- in `swjax.quantized` -----------------------------------------------------------------------------
+
+
+def experts(params, x):
+    """A mixture of experts whose rows are sorted by expert; the gates and the last einsum are dense."""
+    chosen = jnp.argmax(x @ params["router"], -1)
+    order = jnp.argsort(chosen)
+    sizes = jnp.bincount(chosen, length=3)
+    hidden = jax.lax.ragged_dot(x[order], params["wi"].astype(x.dtype), sizes)
+    y = jax.lax.ragged_dot(jax.nn.relu(hidden), params["wo"].swapaxes(1, 2).astype(x.dtype), sizes)
+    return jnp.einsum("ebk,ekn->ebn", jnp.stack([y] * 3), params["dense"].astype(x.dtype))
+
+
+PARAMS = {
+    "router": W[0, :, :3],
+    "wi": W,
+    "wo": jnp.asarray(RNG.normal(size=(3, K, N)), jnp.float32),
+    "dense": jnp.asarray(RNG.normal(size=(3, K, N)), jnp.float32),
+}
+
+
+def test_experts_of_any_program():
+    int8 = swjax.quantized(experts)
+    report = int8.report(PARAMS, X)
+    rows = [(p.path, p.equation, p.flops) for p in report if p.recipe]
+    assert rows == [
+        ("wi", "ragged ab,cbd->ad by XLA", 2 * ROWS * K * N),
+        ("wo", "ragged ab,cbd->ad by XLA", 2 * ROWS * K * N),
+        ("dense", "abc,acd->abd", 3 * 2 * ROWS * K * N),
+    ]
+    loss = lambda fn, params, x: jnp.mean(fn(params, x) ** 2)
+    got, want = (jax.jit(jax.grad(partial(loss, fn)))(PARAMS, X) for fn in (int8, experts))
+    for name in ("wi", "wo", "dense"):
+        assert 0 < jnp.linalg.norm(got[name] - want[name]) < 0.05 * jnp.linalg.norm(want[name])
+    assert_quantized(int8, PARAMS, X, count=3)
+    (again,) = swjax.quantized(
+        lambda w, x: swjax.ragged_switchback(x, w, SIZES), {".*": "switchback"}
+    ).report(W, X)
+    assert (again.reason, again.flops) == ("already quantized", 2 * ROWS * K * N)
+
+
+def test_experts_without_a_recipe_are_named_in_the_error():
+    with pytest.raises(ValueError, match="ragged .* parameter 'wi': .*weight gradient.*'standard'"):
+        swjax.quantized(experts, {"w.": "switchback_hadamard"})(PARAMS, X)
+    with pytest.raises(ValueError, match="parameter 'wi': only XLA multiplies ragged arrays"):
+        swjax.quantized(experts, {"w.": "switchback"}, implementation="triton")(PARAMS, X)
