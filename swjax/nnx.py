@@ -211,8 +211,8 @@ def gated_mlp(
     """``down(activation(gate(inputs)) * up(inputs))``, with fewer passes over memory; see `swjax.gated_mlp`.
 
     Args:
-      gate, up, down: layers; if they differ in recipe, dtypes or implementation, or if one has a bias, each
-        quantizes separately.
+      gate, up, down: layers, see `linears`; if they differ in recipe, dtypes or implementation, or if one has
+        a bias, each quantizes separately.
       inputs: [..., k].
       activation, prologue, residual, add_input: see `swjax.gated_mlp`.
 
@@ -220,7 +220,7 @@ def gated_mlp(
       As `mlp`.
 
     Raises:
-      TypeError: a layer is neither a `Linear` of this module nor a converted one of Flax.
+      TypeError: a layer is neither a `Linear` nor converted.
       ValueError: the activation does not exist.
 
     >>> import jax.numpy as jnp
@@ -249,9 +249,9 @@ def _can_fuse(*layers: nnx.Linear) -> bool:
 
 
 def _options_of_mlp(first: nnx.Linear, last: nnx.Linear) -> dict[str, Any]:
-    options, of_last = _options(first), _options(last)
+    options = _options(first)
     del options["out_dtype"]
-    return options | {"layouts": (options.pop("layout"), of_last["layout"])}
+    return options | {"layouts": (options.pop("layout"), _options(last)["layout"])}
 
 
 class GatedMLP(nnx.Module):
@@ -446,12 +446,10 @@ def _gated_mlp_of(block: Any) -> Callable | None:
     """The function (x, activation) -> y of a block's layers; None if they are not those of a gated MLP."""
     layers: list[Any] = [getattr(block, name, None) for name in nnx_blocks.NAMES]
     for layer in layers:
-        of_flax = isinstance(layer, nnx.Linear) and type(layer).__call__ is nnx.Linear.__call__
-        if not of_flax or layer.bias is not None or not product_of(layer):
+        if not isinstance(layer, nnx.Linear) or type(layer).__call__ is not nnx.Linear.__call__:
             return None
-        if (
-            getattr(layer.kernel.get_value(), "dtype", None) not in OPERAND_DTYPES
-        ):  # a QTensor has none
+        dtype = getattr(layer.kernel.get_value(), "dtype", None)  # a QTensor has none
+        if layer.bias is not None or dtype not in OPERAND_DTYPES or not product_of(layer):
             return None
     gate, up, down = layers
     if not _can_fuse(gate, up, down):

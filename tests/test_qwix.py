@@ -46,6 +46,7 @@ def test_qwix_agrees_only_as_far_as_its_rule_does():
         assert 30 < snr_db(value, theirs[name]) < 50, name
 
 
+@pytest.mark.release
 def test_only_rotated_blocks_keep_the_error_of_int8_weight_gradients():
     """Log-normal tokens: docs/comparison.md has these errors, in percent, for 16 and 1,024 sequences."""
     few, many = weight_gradient_errors(16), weight_gradient_errors(1024)

@@ -64,7 +64,7 @@ class Settings(NamedTuple):
       windows: validation sequences.
     """
 
-    shape: tuple[int, ...]
+    shape: tuple[int, int, int, int, int]
     batch: tuple[int, int]
     dtype: str
     windows: int

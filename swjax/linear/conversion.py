@@ -56,8 +56,8 @@ class Conversion(list[Matrix]):
 
     Attributes:
       if_empty: printed after the summary if no matrix was noted.
-      fused: paths of the gated MLPs whose layers share memory passes.
       line: code that applies `swjax.quantized`, printed if code of the model may multiply other matrices.
+      fused: paths of the gated MLPs whose layers share memory passes.
     """
 
     if_empty = ""
