@@ -17,6 +17,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks" / "studies"))
 
+import language  # noqa: E402
 import optimizers  # noqa: E402
 import paired  # noqa: E402
 import study  # noqa: E402
@@ -388,6 +389,31 @@ def draw_pairs(figure) -> None:
     say(figure, "int8 SwitchBack: no difference from bf16 is found in three studies")
 
 
+def draw_language(figure) -> None:
+    """Draws the paired differences of a language model's loss, their means and 95% intervals."""
+    figure.set_size_inches(7.2, 3.2)
+    axes, runs = figure.subplots(), read("language")["runs"]
+    rows = {row["arm"]: row for row in language.summary(runs)}
+    arms = [arm for arm in language.ARMS if arm in rows]
+    for y, arm in enumerate(arms):
+        pairs, row = language.differences(runs, arm, "val"), rows[arm]
+        color = PEER if arm == paired.CONTROL else OTHER if "fp8" in arm else OURS
+        axes.plot(pairs, [y] * len(pairs), "|", color=color, markersize=9, alpha=0.6)
+        axes.errorbar(row["mean"], y, xerr=row["half"], fmt="o", color=color, capsize=4)
+        found = f"{row['mean']:+.4f} ± {row['half']:.4f}, {row['pairs']} pairs"
+        axes.text(0.0072, y, found, va="center", fontsize=8.5)
+    axes.axvspan(-language.MARGIN, language.MARGIN, color="black", alpha=0.06, linewidth=0)
+    axes.axvline(0, color="black", linewidth=0.8)
+    axes.set_yticks(range(len(arms)), ["control, minus bf16", *arms[1:]])
+    axes.invert_yaxis()
+    axes.set_xlim(-0.0085, 0.0145)
+    axes.set_xticks([-0.006, -0.003, 0, 0.003, 0.006])
+    said = "validation loss minus the mean of bf16 and its control, nats a byte; shaded: margin"
+    axes.set_xlabel(said, fontsize=9)
+    clear(axes)
+    say(figure, "No 8-bit recipe raises a language model's loss by the margin of 0.003")
+
+
 def draw_icons(figure) -> None:
     """Draws the losses of paired runs on the icons at ViT-B's width, and differences of final losses."""
     runs = read("icons_pairs")["runs"]
@@ -521,6 +547,7 @@ CHARTS = {
     "icons_pairs": draw_icons,
     "icons_h": draw_icons_h,
     "accuracy_pairs": draw_pairs,
+    "language_pairs": draw_language,
     "layers_h200": draw_layers,
     "scaling_h200": draw_scaling,
     "scaling_losses_h200": draw_scaling_losses,
