@@ -1,4 +1,5 @@
 # make train   sets up .venv once, trains the default run and writes its report
+# make language-model   trains a small Llama on Python's sources and prints what it writes, five minutes
 # make test    runs the tests               make test ARGS="tests/test_losses.py -x"
 # make test-all   and the tests that guard a release, an hour
 # make torch   installs PyTorch and its CLIPs, 6 GB, for the tests that compare with them and skip without
@@ -33,10 +34,13 @@ export XDG_CACHE_HOME := $(CURDIR)/.cache
 export MPLCONFIGDIR := $(CURDIR)/.cache/matplotlib
 export TFDS_DATA_DIR := $(CURDIR)/data
 
-.PHONY: train test test-all torch peers others report docs clean
+.PHONY: train language-model test test-all torch peers others report docs clean
 
 train: $(READY)
 	@$(BIN)/python train.py --config=$(CONFIG) --workdir=$(WORKDIR) $(ARGS)
+
+language-model: $(READY)
+	@$(BIN)/python examples/language_model/train.py $(ARGS)
 
 test: $(READY) $(KERNELS)
 	@$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)

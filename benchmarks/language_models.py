@@ -13,8 +13,9 @@ others are Flax's fp8 products and Qwix. Parameters are in float32. PyTorch has 
 language_models_torch.py, with the same shapes.
 
 Data are random and on the device. Times are wall-clock times over consecutive calls, the median of REPEATS;
-kernel times come from CUPTI; memory is XLA's plan. Each row is written as soon as it is measured, and none
-starts after --seconds. `ratio` is the speed-up over "flax" in the same run.
+kernel times come from CUPTI; memory is XLA's plan, and "saved_gib" that of the arrays that blocks save for
+the backward pass. Each row is written as soon as it is measured, and none starts after --seconds. `ratio` is
+the speed-up over "flax" in the same run.
 """
 
 import argparse
@@ -27,21 +28,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import optax
 from flax import nnx
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.kernels import timing  # noqa: E402
+from benchmarks.kernels import timing
 from benchmarks.language_models_flax import (
     ARMS,
     DTYPE,
     Fp8State,
     LanguageModel,
 )
-from benchmarks.language_models_shapes import (  # noqa: E402
+from benchmarks.language_models_shapes import (
     B2,
     KINDS,
     LEARNING_RATE,
@@ -51,9 +50,9 @@ from benchmarks.language_models_shapes import (  # noqa: E402
     WEIGHT_DECAY,
     Shape,
 )
-from swjax.diagnostics import device_time  # noqa: E402
-from swjax.models import sharding  # noqa: E402
-from swjax.training.log.timing import peak_flops  # noqa: E402
+from swjax.diagnostics import device_time
+from swjax.models import sharding
+from swjax.training.log.timing import peak_flops
 
 REPEATS = 3
 COLUMNS = {"kind": -6, "model": -12, "arm": -25, "batch": 5, "ms": 8, "ms_of_kernels": 13}
@@ -136,12 +135,30 @@ def measure(rows: list[dict], case: Case) -> dict:
     }
     if peak := peak_flops(jax.devices()[0]):
         row["mfu"] = shape.flops / seconds / peak
+    if case.kind == "blocks":
+        row["saved_gib"] = saved_gib(case)
     same = ("kind", "model", "remat", "batch")
     for base in rows:
         if base["arm"] == "flax" and base.get("ms") and all(base[k] == row[k] for k in same):
             row["ratio"] = base["ms"] / row["ms"]
-            row["temporaries_ratio"] = row["temporaries_gib"] / base["temporaries_gib"]
+            memory = [name for name in ("temporaries_gib", "saved_gib") if name in row]
+            row |= {f"ratio_of_{name}": row[name] / base[name] for name in memory}
     return row | kernel_times(run)
+
+
+def saved_gib(case: Case) -> float:
+    """Memory of the arrays that the blocks save for the backward pass, before XLA's optimizations.
+
+    They are those of `jax.ad_checkpoint.print_saved_residuals` without the arguments.
+    """
+    graph, like = split(lambda: ARMS[case.arm](case.shape, case.remat))
+    size = (case.shape.batch, case.shape.length, case.shape.width)
+    forward = lambda params, x: nnx.merge(graph, params)(x, None)
+    residuals = lambda *arrays: jax.tree.leaves(jax.vjp(forward, *arrays)[1])
+    program = jax.make_jaxpr(residuals)(like, jax.ShapeDtypeStruct(size, DTYPE)).jaxpr
+    results = (v for v in program.outvars if not isinstance(v, jax.extend.core.Literal))
+    saved = {id(v): v.aval for v in results if v not in program.invars}
+    return sum(aval.size * aval.dtype.itemsize for aval in saved.values()) / 2**30
 
 
 def kernel_times(run: Callable) -> dict:

@@ -110,15 +110,15 @@ class LanguageModel(nnx.Module):
 
 
 def rotation(length: int, width: int) -> Rotation:
-    frequencies = ROPE_BASE ** (-jnp.arange(0, width, 2) / width)
-    angles = jnp.arange(length)[:, None] * frequencies
+    exponents = jnp.arange(0, width, 2, dtype=jnp.float32) / width
+    angles = jnp.outer(jnp.arange(length, dtype=jnp.float32), ROPE_BASE**-exponents)
     return jnp.cos(angles), jnp.sin(angles)
 
 
 def rotate(x: jax.Array, cosines: jax.Array, sines: jax.Array) -> jax.Array:
     """Rotary positions of x [b, t, h, d]: turns the pairs (x_i, x_{i + d/2})."""
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cosines, sines = cosines[:, None], sines[:, None]
+    cosines, sines = cosines[None, :, None], sines[None, :, None]
     turned = (a * cosines - b * sines, b * cosines + a * sines)
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)
 
@@ -182,6 +182,7 @@ ARMS: dict[str, Callable[[Shape, bool], nnx.Module]] = {
     "switchback_hadamard+fused": partial(fused, "switchback_hadamard"),
     "switchback_hadamard": partial(converted, "switchback_hadamard"),
     "int8_hadamard": partial(converted, "int8_hadamard"),
+    "int8_hadamard+fused": partial(fused, "int8_hadamard"),
     "switchback+fused": partial(fused, "switchback"),
     "switchback": partial(converted, "switchback"),
     "standard": partial(converted, "standard"),

@@ -1,7 +1,7 @@
 """Times the models of language_models.py in PyTorch under torch.compile: bf16, torchao's float8 and int8.
 
     python benchmarks/language_models_torch.py --out=benchmarks/results/language_models_torch.json
-    python benchmarks/language_models_torch.py --kinds blocks --models llama-3-8b --arms bf16 float8_tensorwise
+    python benchmarks/language_models_torch.py --kinds blocks --arms bf16 float8_tensorwise
     python benchmarks/language_models_torch.py --models tiny --arms bf16      # on any machine
 
 It has a process and an environment of its own, because PyTorch needs another Triton than swjax's kernels.
@@ -101,7 +101,7 @@ class Blocks(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Embedding, blocks and norm: tokens [b, t] -> [b, t, width] in bfloat16; `head` has the head's weight."""
+    """Embedding, blocks and norm: tokens [b, t] -> [b, t, width] in bfloat16. Its caller applies `head`."""
 
     def __init__(self, blocks: nn.Module, shape: Shape):
         super().__init__()
@@ -166,9 +166,7 @@ def chunk_loss(logits, labels, count: int):
 def float8(recipe: str, blocks: nn.Module) -> nn.Module:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    return convert_to_float8_training(
-        blocks, config=Float8LinearConfig.from_recipe_name(recipe)
-    )
+    return convert_to_float8_training(blocks, config=Float8LinearConfig.from_recipe_name(recipe))
 
 
 def int8(grad_weight: bool, blocks: nn.Module) -> nn.Module:

@@ -40,8 +40,11 @@ def choose(
     return _choose(shape, x, implementation, layout)
 
 
-def _choose(shape, like, implementation, layout):
-    """Chooses for queries of the given shape, with the dtype and the mesh of the array `like`."""
+def _choose(shape, like, implementation, layout, unsupported: str = ""):
+    """Chooses for queries of the given shape, with the dtype and the mesh of the array `like`.
+
+    `unsupported` says why swjax's kernels cannot run, "" if they can.
+    """
     implementation = ALIASES.get(implementation, implementation)
     if implementation not in (None, *NAMES):
         raise ValueError(
@@ -49,13 +52,13 @@ def _choose(shape, like, implementation, layout):
         )
     q = jax.ShapeDtypeStruct(shape, like.dtype)
     if implementation == "fused":
-        if reason := dispatch.why_not("triton", "attention", q, q, q):
+        if reason := unsupported or dispatch.why_not("triton", "attention", q, q, q):
             raise ValueError(f"attention 'fused' {reason}")
     if implementation is not None:
         return implementation
     if jax.default_backend() != "gpu" or q.dtype == jnp.float32:
         return "xla"
-    able = dispatch.why_not("triton", "attention", q, q, q) is None
+    able = not unsupported and dispatch.why_not("triton", "attention", q, q, q) is None
     if able and (is_sharded(like, layout) or not dispatch.warn_if_gathering()):
         return "fused"
     return "cudnn" if tiles.compute_capability() >= (8, 0) else "xla"
@@ -68,35 +71,53 @@ def dot_product_attention(
     *,
     causal: bool = False,
     length: int | None = None,
+    segment_ids: jax.Array | None = None,
     implementation: str | None = None,
     layout: Layout | None = None,
 ) -> jax.Array:
     """``softmax(q k^T / sqrt(d)) v`` for every head, with the softmax in float32.
 
     Args:
-      q, k, v: [b, t, h, d].
+      q: [b, t, h, d].
+      k, v: [b, t, h, d], or [b, t, hk, d] where h is a multiple of hk; h / hk successive heads of q then
+        share a head of k and v (grouped queries).
       causal: each token attends to itself and the tokens before it.
       length: number of tokens that are not padding, from 1 to t; no token attends to padding. None means t.
-      implementation: "xla", "cudnn", or "fused", swjax's kernels for Hopper in Triton or Mosaic GPU; None
-        chooses like `choose`. For cuDNN, tokens are padded to a multiple of 8.
+      segment_ids: [b, t] integers, for several texts packed in a sequence: a token attends only to tokens
+        with its number. The mask is an array [b, 1, t, t], in the dtype of q for cuDNN. None: one segment.
+      implementation: "xla", "cudnn", or "fused", swjax's kernels for Hopper in Triton or Mosaic GPU, which
+        need h heads of k and v and no segments; None chooses like `choose`. For cuDNN, tokens are padded to a
+        multiple of 8.
       layout: layout of the linear layer that computed q, for meshes with automatic axes.
 
     Returns:
       [b, t, h, d] in the dtype of q; zeros for padding.
 
     Raises:
-      ValueError: q, k and v differ in shape or dtype, or are not floating; `length` is no int or out
-        of range; or the implementation does not exist or cannot run (the message says why).
+      ValueError: q, k and v do not fit or are not floating; `length` is no int or out of range;
+        `segment_ids` are not integers [b, t]; or the implementation does not exist or cannot run (the message
+        says why).
 
     >>> x = jnp.ones((1, 2, 1, 4))
     >>> dot_product_attention(x, x, x).shape
     (1, 2, 1, 4)
+    >>> q = jnp.ones((1, 2, 6, 4))
+    >>> dot_product_attention(q, x, x, causal=True, segment_ids=jnp.array([[0, 1]])).shape
+    (1, 2, 6, 4)
     """
     kinds = [f"{x.dtype}{list(x.shape)}" for x in (q, k, v)]
-    if q.ndim != 4 or len(set(kinds)) > 1:
+    fits = q.ndim == k.ndim == 4 and (*q.shape[:2], q.shape[3]) == (*k.shape[:2], k.shape[3])
+    if not fits or kinds[1] != kinds[2] or q.dtype != k.dtype or q.shape[2] % max(k.shape[2], 1):
         raise ValueError(
-            f"q, k and v must be [b, t, h, d] of one shape and dtype, got {', '.join(kinds)}: "
-            "use jax.nn.dot_product_attention for other arrays"
+            "q must be [b, t, h, d], and k and v [b, t, hk, d] of its dtype where hk divides h, got "
+            f"{', '.join(kinds)}: use jax.nn.dot_product_attention for other arrays"
+        )
+    if segment_ids is not None and (
+        segment_ids.shape != q.shape[:2] or not jnp.issubdtype(segment_ids.dtype, jnp.integer)
+    ):
+        raise ValueError(
+            f"segment_ids must be integers {list(q.shape[:2])} like the tokens of q, got "
+            f"{segment_ids.dtype}{list(segment_ids.shape)}"
         )
     if not jnp.issubdtype(q.dtype, jnp.floating):  # an integer dtype would truncate the softmax
         raise ValueError(f"q, k and v must have a floating dtype, got {q.dtype}: cast them first")
@@ -110,15 +131,22 @@ def dot_product_attention(
         ) from error
     if not min(1, tokens) <= length <= tokens:
         raise ValueError(f"length must be from 1 to the {tokens} tokens of q, got {length}")
-    implementation = _choose((q.shape[0], length, *q.shape[2:]), q, implementation, layout)
+    unsupported = ""
+    if segment_ids is not None or q.shape != k.shape:
+        unsupported = "has no grouped queries and no segments: use 'cudnn' or 'xla'"
+    shape = (q.shape[0], length, *q.shape[2:])
+    implementation = _choose(shape, q, implementation, layout, unsupported)
     if implementation == "fused":
         return with_kernels(q, k, v, causal=causal, length=length, layout=layout)
+    mask = lengths = None
+    if implementation != "cudnn" or segment_ids is not None:
+        # Padding may hold anything: a weight of 0 times NaN is NaN.
+        q, k, v = (x[:, :length] for x in (q, k, v))
     if implementation == "cudnn":
         q, k, v = (pad_tokens(x) for x in (q, k, v))
-    else:  # padding may hold anything: a weight of 0 times NaN is NaN
-        q, k, v = (x[:, :length] for x in (q, k, v))
-    lengths = None
-    if length < q.shape[1]:  # of cuDNN
+    if segment_ids is not None:
+        mask = _mask(segment_ids[:, :length], q.shape[1])
+    elif length < q.shape[1]:  # of cuDNN
         lengths = jnp.full(q.shape[0], length, jnp.int32)
     # JAX's own code promotes 16-bit queries to float32 scores, strict promotion or not.
     with jax.numpy_dtype_promotion("standard"):
@@ -126,12 +154,21 @@ def dot_product_attention(
             q,
             k,
             v,
+            mask=mask,
             is_causal=causal,
             query_seq_lengths=lengths,
             key_value_seq_lengths=lengths,
             implementation="cudnn" if implementation == "cudnn" else "xla",
         )
-    return out[:, :tokens] if implementation == "cudnn" else _pad_to(tokens, out)
+    return _pad_to(tokens, out[:, : tokens if lengths is not None else length])
+
+
+def _mask(segment_ids: jax.Array, tokens: int) -> jax.Array:
+    """Whether tokens see each other, [b, 1, tokens, tokens]; padding sees only padding."""
+    ids = jnp.pad(segment_ids, ((0, 0), (0, tokens - segment_ids.shape[1])))
+    padding = jnp.arange(tokens) >= segment_ids.shape[1]
+    same = ids[:, :, None] == ids[:, None, :]
+    return (same & (padding[:, None] == padding[None])[None])[:, None]
 
 
 def with_kernels(

@@ -1,4 +1,4 @@
-"""SwitchBack for Flax Linen: a drop-in `Dense`, and a context for existing models."""
+"""SwitchBack for Flax Linen: drop-in layers, and a context for existing models."""
 
 import dataclasses
 import inspect
@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +17,8 @@ from flax import linen as nn
 from flax.linen import spmd
 
 from swjax.kernels.reference import QTensor
-from swjax.linear.api import plain_weight, switchback
+from swjax.linear.api import gated_mlp, plain_weight, switchback
+from swjax.linear.checks import check_activation
 from swjax.linear.contraction import DotGeneral, dot_general
 from swjax.linear.conversion import (
     NOT_RUN,
@@ -25,9 +27,11 @@ from swjax.linear.conversion import (
     Conversion,
     refuse_dot_general_cls,
 )
+from swjax.linear.interception import is_active
 from swjax.linear.layouts import Layout, layout_of_kernel
 from swjax.linear.program import products_of
 from swjax.linear.program_report import ProgramReport
+from swjax.linear.prologues import Gated, Prologue
 from swjax.recipes import Recipe, get, get_all, unmatched
 
 # JAX's caches include its value in their key, so a function that was traced with other recipes, or without
@@ -66,29 +70,115 @@ class Dense(nn.Dense):
                 "swjax.linen.Dense computes its own product and takes no dot_general: "
                 "give it to flax.linen.Dense, or choose a recipe here"
             )
-        inputs = jnp.asarray(inputs)
-        kernel: Any = _quantized_kernel(self)
-        if kernel is None:
-            shape = (inputs.shape[-1], self.features)
-            kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
-            _note_kernel(self, get(self.recipe), 1)
-        bias = None
-        if self.use_bias:
-            bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype)
-        like = jnp.zeros((), self.param_dtype) if isinstance(kernel, QTensor) else kernel
-        x, _, bias = self.promote_dtype(inputs, like, bias, dtype=self.dtype)
-        assert x is not None, "promote_dtype returns None only for None"
-        y = switchback(
-            x,
-            plain_weight(kernel, x),
-            bias,
-            recipe=self.recipe,
-            precision=self.precision,
-            implementation=self.implementation,
-            layout=self.layout,
-        )
+        y = switchback(*_operands(self, inputs), layout=self.layout, **_options(self))
         assert isinstance(y, jax.Array), "one weight without residual has one output"
         return y
+
+
+def _operands(layer: Dense, inputs: jax.Array) -> tuple[jax.Array, Any, jax.Array | None]:
+    """The inputs in the layer's dtype, its kernel and its bias; in the layer's compact method."""
+    inputs = jnp.asarray(inputs)
+    kernel: Any = _quantized_kernel(layer)
+    if kernel is None:
+        shape = (inputs.shape[-1], layer.features)
+        kernel = layer.param("kernel", layer.kernel_init, shape, layer.param_dtype)
+        _note_kernel(layer, get(layer.recipe), 1)
+    bias = None
+    if layer.use_bias:
+        bias = layer.param("bias", layer.bias_init, (layer.features,), layer.param_dtype)
+    like = jnp.zeros((), layer.param_dtype) if isinstance(kernel, QTensor) else kernel
+    x, _, bias = layer.promote_dtype(inputs, like, bias, dtype=layer.dtype)
+    assert x is not None, "promote_dtype returns None only for None"
+    return x, plain_weight(kernel, x), bias
+
+
+def _options(layer: Dense) -> dict[str, Any]:
+    return {
+        "recipe": get(layer.recipe),
+        "precision": layer.precision,
+        "implementation": layer.implementation,
+    }
+
+
+class Projection(Dense):
+    """A layer of `GatedMLP`, which computes its product."""
+
+    @nn.compact
+    def __call__(self, inputs: jax.Array) -> Any:
+        """Returns the inputs in the layer's dtype, the kernel, and the options of the product."""
+        x, kernel, _ = _operands(self, inputs)
+        return x, kernel, _options(self)
+
+
+class GatedMLP(nn.Module):
+    """The MLP of language models, ``down_proj(activation(gate_proj(x)) * up_proj(x))``, without biases.
+
+    The parameters are gate_proj/kernel, up_proj/kernel and down_proj/kernel. `quantized` applies to its
+    layers as to `Dense`; if their recipes differ, each quantizes separately.
+
+    Attributes:
+      hidden_features: outputs of gate_proj and up_proj.
+      activation: "silu", "gelu" (the exact form) or "gelu_tanh".
+      recipe, implementation: see `Dense`.
+      layouts: shardings of gate_proj and up_proj, and of down_proj, see `swjax.Layout`.
+      dtype, param_dtype, precision, kernel_init: see `flax.linen.Dense`.
+
+    >>> import jax.numpy as jnp
+    >>> layer = GatedMLP(8)
+    >>> params = layer.init(jax.random.key(0), jnp.ones((2, 4)))
+    >>> layer.apply(params, jnp.ones((2, 4)), add_input=True).shape
+    (2, 4)
+    """
+
+    hidden_features: int
+    activation: str = "silu"
+    recipe: str | Recipe = "switchback"
+    implementation: str | None = None
+    layouts: tuple[Layout | None, Layout | None] = (None, None)
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    precision: jax.lax.PrecisionLike = None
+    kernel_init: Callable = nn.initializers.lecun_normal()
+
+    @nn.compact
+    def __call__(
+        self, inputs: jax.Array, *, prologue: Prologue | None = None, add_input: bool = False
+    ) -> jax.Array:
+        """[..., k] -> [..., k]; see `swjax.gated_mlp`."""
+        check_activation(self.activation)
+        names = "dtype", "param_dtype", "precision", "kernel_init", "recipe", "implementation"
+        shared: dict[str, Any] = {name: getattr(self, name) for name in names} | {"use_bias": False}
+        layer: Any = partial(Dense if is_active() else Projection, **shared)
+        gate, up = (layer(self.hidden_features, name=name) for name in ("gate_proj", "up_proj"))
+        down = layer(inputs.shape[-1], name="down_proj")
+        if not is_active():  # else Qwix's rules are those of the module that multiplies
+            hidden_inputs = jnp.zeros((self.hidden_features,), inputs.dtype)
+            (inputs, *of_gate), (_, *of_up) = gate(inputs), up(inputs)
+            of_down = down(hidden_inputs)[1:]
+            kernels, options = zip(of_gate, of_up, of_down)
+            if all(each == options[0] for each in options):
+                y: Any = gated_mlp(
+                    inputs,
+                    *kernels,
+                    activation=self.activation,
+                    prologue=prologue,
+                    add_input=add_input,
+                    layouts=self.layouts,
+                    **options[0],
+                )
+                return y
+            layouts = self.layouts[0], *self.layouts
+            gate, up, down = (
+                partial(switchback, w=w, layout=layout, **each)
+                for w, layout, each in zip(kernels, layouts, options)
+            )
+        x: Any = inputs
+        if prologue is not None:
+            x, _ = prologue.forward(inputs, quantize_to=None, implementation="xla")
+        activation = Gated(self.activation)
+        hidden, _ = activation.forward((gate(x), up(x)), quantize_to=None, implementation="xla")
+        y = down(hidden)
+        return y + inputs.astype(y.dtype) if add_input else y
 
 
 @contextmanager

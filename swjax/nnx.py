@@ -1,4 +1,4 @@
-"""SwitchBack for Flax NNX: a drop-in `Linear`, and `quantize_model` for existing models."""
+"""SwitchBack for Flax NNX: drop-in layers, and `quantize_model` for existing models."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -9,10 +9,13 @@ from flax import linen, nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from swjax import nnx_blocks
 from swjax.kernels import dispatch
 from swjax.kernels.reference import QTensor
+from swjax.linear.api import gated_mlp as fused_gated_mlp
 from swjax.linear.api import mlp as fused_mlp
 from swjax.linear.api import plain_weight, switchback
+from swjax.linear.checks import OPERAND_DTYPES, check_activation
 from swjax.linear.contraction import DotGeneral, dot_general
 from swjax.linear.conversion import (
     NO_LAYOUT,
@@ -25,7 +28,7 @@ from swjax.linear.interception import is_active
 from swjax.linear.layouts import TOKENS, Layout, layout_of_kernel
 from swjax.linear.program import products_of
 from swjax.linear.program_report import ProgramReport
-from swjax.linear.prologues import Gelu, Prologue
+from swjax.linear.prologues import Gated, Gelu, Prologue
 from swjax.linear.sharding import reduced
 from swjax.recipes import Recipe, first_match, get, get_all
 
@@ -183,21 +186,127 @@ def mlp(
     >>> mlp(fc1, fc2, jnp.ones((5, 3))).shape
     (5, 2)
     """
-    fused = _alike(fc1, fc2, but="layout") and fc1.preferred_element_type is None
-    fused = fused and not is_active()
     x, w1, b1 = _operands(fc1, inputs)
-    if not fused:
+    if not _can_fuse(fc1, fc2):
         hidden = _call(fc1, inputs, prologue)
         y = _call(fc2, hidden, Gelu(approximate), x if add_input else None)
         return (y, x) if residual else y
     _, w2, b2 = _operands(fc2, x)
-    options: dict[str, Any] = _options(fc1)
-    options |= {"prologue": prologue, "approximate": approximate}
-    options |= {"residual": residual, "add_input": add_input}
-    del options["out_dtype"], options["layout"]
-    return fused_mlp(
-        x, w1, b1, w2, b2, layouts=(_options(fc1)["layout"], _options(fc2)["layout"]), **options
-    )
+    options: dict[str, Any] = {"prologue": prologue, "residual": residual, "add_input": add_input}
+    options |= _options_of_mlp(fc1, fc2)
+    return fused_mlp(x, w1, b1, w2, b2, approximate=approximate, **options)
+
+
+def gated_mlp(
+    gate: nnx.Linear,
+    up: nnx.Linear,
+    down: nnx.Linear,
+    inputs: jax.Array,
+    *,
+    activation: str = "silu",
+    prologue: Prologue | None = None,
+    residual: bool = False,
+    add_input: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """``down(activation(gate(inputs)) * up(inputs))``, with fewer passes over memory; see `swjax.gated_mlp`.
+
+    Args:
+      gate, up, down: layers, see `linears`; if they differ in recipe, dtypes or implementation, or if one has
+        a bias, each quantizes separately.
+      inputs: [..., k].
+      activation, prologue, residual, add_input: see `swjax.gated_mlp`.
+
+    Returns:
+      As `mlp`.
+
+    Raises:
+      TypeError: a layer is neither a `Linear` nor converted.
+      ValueError: the activation does not exist.
+
+    >>> import jax.numpy as jnp
+    >>> gate, up, down = (Linear(*sizes, rngs=nnx.Rngs(0)) for sizes in ((3, 8), (3, 8), (8, 3)))
+    >>> gated_mlp(gate, up, down, jnp.ones((5, 3))).shape
+    (5, 3)
+    """
+    check_activation(activation)
+    x, w_gate, _ = _operands(gate, inputs)
+    has_bias = any(layer.bias is not None for layer in (gate, up, down))
+    if has_bias or not _can_fuse(gate, up, down):
+        pair = tuple(linears((gate, up), inputs, prologue=prologue))
+        hidden: Any = Gated(activation).forward(pair, quantize_to=None, implementation="xla")[0]
+        y = _call(down, hidden, None, x if add_input else None)
+        return (y, x) if residual else y
+    w_up, w_down = (_operands(layer, x)[1] for layer in (up, down))
+    options: dict[str, Any] = {"prologue": prologue, "residual": residual, "add_input": add_input}
+    options |= _options_of_mlp(gate, down)
+    return fused_gated_mlp(x, w_gate, w_up, w_down, activation=activation, **options)
+
+
+def _can_fuse(*layers: nnx.Linear) -> bool:
+    """Whether one rule can compute the layers of an MLP, of which the last may have another layout."""
+    alike = _alike(*layers, but="layout") and _alike(*layers[:-1])
+    return alike and layers[0].preferred_element_type is None and not is_active()
+
+
+def _options_of_mlp(first: nnx.Linear, last: nnx.Linear) -> dict[str, Any]:
+    options = _options(first)
+    del options["out_dtype"]
+    return options | {"layouts": (options.pop("layout"), _options(last)["layout"])}
+
+
+class GatedMLP(nnx.Module):
+    """The MLP of language models, ``down_proj(activation(gate_proj(x)) * up_proj(x))``, without biases.
+
+    The parameters are gate_proj/kernel, up_proj/kernel and down_proj/kernel, as in the Llama, Qwen and
+    Mistral models of tunix and Bonsai.
+
+    Args:
+      features: of the inputs and outputs.
+      hidden_features: outputs of gate_proj and up_proj.
+      activation: "silu", "gelu" (the exact form) or "gelu_tanh".
+      layouts: shardings of gate_proj and up_proj, and of down_proj, see `Linear`.
+      rngs: see `flax.nnx.Linear`.
+      **kwargs: recipe, implementation, and the arguments of `Linear` except `use_bias`.
+
+    Raises:
+      ValueError: the activation, the recipe or the implementation does not exist.
+
+    >>> import jax.numpy as jnp
+    >>> mlp = GatedMLP(4, 8, rngs=nnx.Rngs(0))
+    >>> mlp(jnp.ones((2, 4)), add_input=True).shape, mlp.down_proj.kernel.shape
+    ((2, 4), (8, 4))
+    """
+
+    def __init__(
+        self,
+        features: int,
+        hidden_features: int,
+        *,
+        activation: str = "silu",
+        layouts: tuple[Layout | None, Layout | None] = (None, None),
+        rngs: nnx.Rngs,
+        **kwargs: Any,
+    ) -> None:
+        check_activation(activation)
+        self.activation = activation
+        kwargs |= {"use_bias": False, "rngs": rngs}
+        self.gate_proj = Linear(features, hidden_features, layout=layouts[0], **kwargs)
+        self.up_proj = Linear(features, hidden_features, layout=layouts[0], **kwargs)
+        self.down_proj = Linear(hidden_features, features, layout=layouts[1], **kwargs)
+
+    def __call__(
+        self,
+        inputs: jax.Array,
+        *,
+        prologue: Prologue | None = None,
+        residual: bool = False,
+        add_input: bool = False,
+    ) -> jax.Array | tuple[jax.Array, jax.Array]:
+        """See `gated_mlp`."""
+        layers = self.gate_proj, self.up_proj, self.down_proj
+        options: dict[str, Any] = {"prologue": prologue, "residual": residual}
+        options |= {"add_input": add_input, "activation": self.activation}
+        return gated_mlp(*layers, inputs, **options)
 
 
 def _alike(*layers: nnx.Linear, but: str | None = None) -> bool:
@@ -287,6 +396,9 @@ def quantize_model(
     `restore_model` undoes the change. A function that copied the model before, such as `nnx.cached_partial`,
     keeps the old layers: create it after the conversion.
 
+    Modules whose code computes ``down_proj(activation(gate_proj(x)) * up_proj(x))``, with a SiLU or GELU, run
+    as `swjax.gated_mlp` does, if a recipe applies to the three layers. `describe_model` lists them.
+
     Args:
       model: any NNX model, modified in place.
       recipes: {regular expression: recipe}. An expression must match a module's whole path, such as
@@ -325,7 +437,24 @@ def quantize_model(
             name = product_name(layer)
             replaced = before.replaced if before else getattr(layer, name)
             setattr(layer, name, _Product(product, replaced, name == "einsum_op"))
+    for _, module in _modules(model):
+        nnx_blocks.fuse(module, _gated_mlp_of)
     return model
+
+
+def _gated_mlp_of(block: Any) -> Callable | None:
+    """The function (x, activation) -> y of a block's layers; None if they are not those of a gated MLP."""
+    layers: list[Any] = [getattr(block, name, None) for name in nnx_blocks.NAMES]
+    for layer in layers:
+        if not isinstance(layer, nnx.Linear) or type(layer).__call__ is not nnx.Linear.__call__:
+            return None
+        dtype = getattr(layer.kernel.get_value(), "dtype", None)  # a QTensor has none
+        if layer.bias is not None or dtype not in OPERAND_DTYPES or not product_of(layer):
+            return None
+    gate, up, down = layers
+    if not _can_fuse(gate, up, down):
+        return None
+    return lambda x, activation: gated_mlp(gate, up, down, x, activation=activation)
 
 
 def product_name(module: nnx.Module) -> str:
@@ -383,6 +512,8 @@ def restore_model(model: nnx.Module) -> nnx.Module:
             module.replaced = None
         else:
             setattr(module, product_name(module), before.replaced)
+    for _, module in _modules(model):
+        nnx_blocks.restore(module)
     return model
 
 
@@ -428,6 +559,8 @@ def describe_model(model: nnx.Module, *inputs: Any, **kwargs: Any) -> Conversion
         kind = type(module)
         of_model = not kind.__module__.startswith("flax.")
         conversion.note(path, kind.__name__, own, *_recipe_of(module), of_model)
+        if nnx_blocks.is_fused(module):
+            conversion.fused.append(path)
     if not inputs and not kwargs:
         return conversion
     graph, state = nnx.split(model)

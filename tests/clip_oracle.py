@@ -1,5 +1,6 @@
 """Small CLIP models for tests, and CLIP's forward pass in float64 NumPy, one example at a time."""
 
+import functools
 import math
 
 import jax
@@ -22,6 +23,7 @@ def small_config(**overrides):
     return clip.config("tiny", **{**SMALL, **overrides})
 
 
+@functools.cache
 def abstract(cfg):
     """Returns the model's structure and the shapes of its parameters; allocates and compiles nothing."""
     return nnx.split(nnx.eval_shape(lambda: clip.CLIP(cfg, rngs=nnx.Rngs(0))))

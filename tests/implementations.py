@@ -6,6 +6,7 @@ Besides "xla", which runs everywhere, and the kernels, which run on GPUs, CPUs h
 
 import itertools
 import os
+import sys
 from functools import partial
 
 import interpreters
@@ -48,7 +49,8 @@ def each(
 ):
     """Parametrizes a test by (operation, implementation, shape, *options).
 
-    Interpreters are slow. Before a release they compute all cases; otherwise one shape, with few options.
+    GPUs compute all cases. Elsewhere XLA computes few options, and interpreters, which are slow, one shape
+    with few options; the others before a release.
 
     Args:
       operations: keys of `dispatch.IMPLEMENTATIONS`.
@@ -57,7 +59,7 @@ def each(
       name: of the test's third argument.
       kept: number of first interpreted shapes that every run of the tests computes.
       options: names of further arguments, and their values, tuples.
-      few_options: the values with which every run of the tests interprets kernels; None: all.
+      few_options: the values that every run of the tests computes without a GPU; None: all.
     """
     names, values = options
     if not isinstance(interpreted, dict):
@@ -66,7 +68,7 @@ def each(
         compiled = dict.fromkeys(("xla", *dispatch.IMPLEMENTATION_NAMES), compiled)
     few = values if few_options is None else few_options
     kinds = [
-        (parameter.values, parameter.marks, compiled[parameter.values[1]], None)
+        (parameter.values, parameter.marks, compiled[parameter.values[1]], sys.maxsize)
         for parameter in of(*operations)
     ] + [
         ((operation, kernel + INTERPRETED), interpreters.SKIPS[kernel], interpreted[kernel], kept)
@@ -76,7 +78,7 @@ def each(
     parameters = []
     for kind, marks, shapes, first in kinds:
         for (number, shape), option in itertools.product(enumerate(shapes), values):
-            rare = first is not None and (number >= first or option not in few)
+            rare = number >= first or (on_cpu(kind[1]) and option not in few)
             parameters.append(
                 pytest.param(
                     *kind,
@@ -88,6 +90,10 @@ def each(
             )
     names = ", ".join(["operation, implementation", name, *([names] if names else [])])
     return pytest.mark.parametrize(names, parameters)
+
+
+def on_cpu(implementation):
+    return implementation == "xla" or implementation.endswith(INTERPRETED)
 
 
 def name_of(value):

@@ -47,12 +47,12 @@ MICRO = {
     "log.every_steps": 2,
     "log.tensorboard": "false",
     "report.enabled": "false",
+    "diagnostics.rms": "false",  # they take time to trace
+    "diagnostics.features": "false",
 }
 
-# For tests that compile a train step of their own, and read no diagnostics.
+# More of that, for tests that compile a train step of their own.
 UNDIAGNOSED = {
-    "diagnostics.rms": "false",
-    "diagnostics.features": "false",
     "diagnostics.norms": "false",
     "diagnostics.every_steps": 0,
 }

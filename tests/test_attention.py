@@ -188,11 +188,75 @@ def test_the_layer_is_jax_own(name, causal):
         assert a.dtype == jnp.bfloat16 and snr_db(a, b) > 36
 
 
-@pytest.mark.parametrize("other", [jnp.ones((2, 5, 3, 8)), jnp.ones((2, 4, 3, 8), jnp.bfloat16)])
-def test_other_keys_are_refused(other):
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", ["xla", pytest.param("cudnn", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("segmented", [False, True])
+def test_grouped_queries_and_segments_against_float64(segmented, name, causal):
+    """The oracle repeats keys and values, and computes one text of a sequence at a time."""
+    b, t, h, hk, d = 2, 21, 6, 2, 32
+    q, k, v = (normal((b, t, n, d), "bfloat16", i) for i, n in enumerate((h, hk, hk)))
+    gradient = normal(q.shape, "bfloat16", 3)
+    ids = np.array([[7] * 5 + [0] * 10 + [7] * 6, [0] * 20 + [3]]) if segmented else None
+    attend = partial(attention.dot_product_attention, segment_ids=ids, implementation=name)
+
+    @jax.jit
+    def both(*arrays):
+        out, vjp = jax.vjp(partial(attend, causal=causal), *arrays)
+        return out, *vjp(jnp.asarray(gradient))
+
+    with jax.numpy_dtype_promotion("standard"):  # for JAX's own backward pass
+        got = both(q, k, v)
+
+    want = [np.zeros(x.shape) for x in (q, q, k, v)]
+    for row in range(b):
+        for number in np.unique(ids[row]) if segmented else [0]:
+            own = np.flatnonzero(ids[row] == number) if segmented else np.arange(t)
+            q1, k1, v1, g1 = (x[row][None, own] for x in (q, k, v, gradient))
+            k1, v1 = (np.repeat(x, h // hk, axis=2) for x in (k1, v1))
+            exact = oracle.attention(q1, k1, v1, causal=causal)
+            grads = oracle.attention_backward(q1, k1, v1, *exact, g1, causal=causal)
+            for array, part in zip(want, (exact[0], *grads)):
+                array[row][own] = part[0].reshape(len(own), array.shape[2], -1, d).sum(2)
+    for value, exact in zip(got, want, strict=True):
+        assert value.dtype == "bfloat16" and snr_db(value, exact) > 36
+
+
+@pytest.mark.parametrize("name", [None, pytest.param("cudnn", marks=pytest.mark.gpu)])
+def test_padding_of_segments(name):
+    q, k, v = (jnp.asarray(normal((2, 21, 4, 16), "bfloat16", i)) for i in range(3))
+    ids = jnp.arange(42).reshape(2, 21) // 6
+    attend = partial(attention.dot_product_attention, implementation=name)
+    want = attend(*(x[:, :13] for x in (q, k, v)), segment_ids=ids[:, :13])
+    nan = (x.at[:, 13:].set(jnp.nan) for x in (q, k, v))
+    got = attend(*nan, segment_ids=ids, length=13)
+    np.testing.assert_array_equal(got[:, :13], want)
+    assert not np.any(got[:, 13:])
+
+
+@pytest.mark.parametrize(
+    "k, v",
+    [
+        (jnp.ones((2, 5, 3, 8)), None),
+        (jnp.ones((2, 4, 3, 8), jnp.bfloat16), None),
+        (jnp.ones((2, 4, 2, 8)), None),
+        (jnp.ones((2, 4, 3, 8)), jnp.ones((2, 4, 1, 8))),
+    ],
+)
+def test_other_keys_are_refused(k, v):
     q = jnp.ones((2, 4, 3, 8))
-    with pytest.raises(ValueError, match=r"of one shape and dtype, got float32\[2, 4, 3, 8\], "):
-        attention.dot_product_attention(q, other, other)
+    with pytest.raises(ValueError, match=r"where hk divides h, got float32\[2, 4, 3, 8\], "):
+        attention.dot_product_attention(q, k, k if v is None else v)
+
+
+def test_other_segments_are_refused():
+    q = jnp.ones((2, 4, 3, 8))
+    for ids in (jnp.zeros((2, 4)), jnp.zeros(4, int)):
+        with pytest.raises(ValueError, match=r"segment_ids must be integers \[2, 4\] .*, got "):
+            attention.dot_product_attention(q, q, q, segment_ids=ids)
+    with pytest.raises(
+        ValueError, match="attention 'fused' has no grouped queries and no segments"
+    ):
+        attention.dot_product_attention(q, q[:, :, :1], q[:, :, :1], implementation="fused")
 
 
 def test_integers_are_refused():

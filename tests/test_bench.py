@@ -10,7 +10,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from benchmarks import language_models
 from benchmarks.kernels import bench, layers, timing, tune
+from benchmarks.language_models_shapes import SHAPES
 from swjax.kernels import dispatch, tiles
 from swjax.kernels.products.tiles import mosaic_tile
 
@@ -45,6 +47,7 @@ def test_operations(tmp_path):
     assert "quantize rows" in done.stdout.split("copy_share")[-1]  # the table at the end
 
 
+@pytest.mark.release
 def test_layers(tmp_path):
     out = tmp_path / "bench.json"
     flags = (
@@ -171,6 +174,7 @@ def test_keys_leave_out_the_tokens(operation, arrays, key):
     assert dispatch.shape_key(operation, *arrays) == key
 
 
+@pytest.mark.release
 def test_the_fastest_correct_candidate_wins():
     def function(name):
         def product(x):
@@ -211,3 +215,26 @@ def test_train_step(tmp_path):
     assert all(peer["error"] for peer in peers)
     assert ours["images_per_second"] > 0 and ours["memory_gib"] > ours["activations_gib"] > 0
     assert written["command"].startswith("python benchmarks/train_step.py --smoke")
+
+
+@pytest.mark.parametrize("kind", ["blocks", pytest.param("step", marks=pytest.mark.release)])
+def test_language_models(tmp_path, monkeypatch, kind):
+    """An arm that fails leaves a row with its error, and the run goes on."""
+    monkeypatch.setitem(language_models.ARMS, "standard", None)
+    out = tmp_path / "language.json"
+    flags = ["--models", "tiny", "--kinds", kind, "--arms", "standard", "flax", f"--out={out}"]
+    with jax.numpy_dtype_promotion("standard"):  # JAX's own attention promotes
+        assert language_models.main(flags) == 0
+    written = json.loads(out.read_text())
+    failed, row = written["rows"]
+    assert written["commit"] and failed["error"].startswith("TypeError")
+    assert row["tokens_per_second"] > 0 and row["memory_gib"] > row["temporaries_gib"] > 0
+
+
+def test_shapes_of_language_models():
+    """Their published numbers of parameters, and six FLOPs for each weight and token."""
+    shape, norms = SHAPES["step"]["llama-3.2-1b"], 33 * 2048
+    weights = 16 * shape.weights + shape.width * shape.vocabulary
+    assert weights == 1_235_814_400 - norms
+    attention = 6 * shape.tokens * 16 * 4096 * 2048
+    assert shape.flops == 6 * shape.tokens * weights + attention

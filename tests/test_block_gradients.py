@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+import thinning
 from numeric import snr_db
 
 import swjax
@@ -41,8 +42,9 @@ def error(got, x, g):
     return np.linalg.norm(np.float64(got) - exact) / np.linalg.norm(exact)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize(
+    "tokens, dtype", thinning.thinned(TOKENS, ["float32", "bfloat16", "float16"], full=[])
+)
 def test_is_the_transcription_in_float64(tokens, dtype):
     layer = jax.jit(partial(block_weight_gradient, **OPTIONS))
     for kind in KINDS:
@@ -82,8 +84,10 @@ def test_kernels_are_the_transcription_in_float64(operation, implementation, sha
     assert snr_db(got, want) > 55
 
 
-@pytest.mark.parametrize("kind", ["normal", "log-normal", "student", "class token"])
-@pytest.mark.parametrize("tokens", [1024, 16_384])
+@pytest.mark.parametrize(
+    "kind, tokens",
+    thinning.thinned(["normal", "log-normal", "student", "class token"], [1024, 16_384], full=[]),
+)
 def test_the_error_depends_neither_on_the_length_nor_on_the_tokens(kind, tokens):
     """In contrast, the error with one scale a column depends on the tokens."""
     x, g = (jnp.asarray(drawn(kind, tokens, 64, n), "float32") for n in (1, 2))
@@ -100,7 +104,7 @@ def test_the_rotation_is_orthogonal_and_mixes_equal_tokens():
     assert np.abs(alike).max() < 5 * np.sqrt(128)  # without random signs the maximum would be 128
 
 
-@pytest.mark.parametrize("rotation", [1, 2, 16])
+@pytest.mark.parametrize("rotation", thinning.first([2, 1, 16]))
 def test_other_blocks_and_rotations(rotation):
     x, g = (jnp.asarray(drawn("normal", 100, n, n), "float32") for n in (6, 4))
     got = block_weight_gradient(x, g, **OPTIONS | {"block": 32, "rotation": rotation})

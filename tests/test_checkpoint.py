@@ -130,6 +130,7 @@ def test_when_all_are_damaged_nothing_is_begun_again(tmp_path, caplog):
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["2", "4"]
 
 
+@pytest.mark.release
 def test_what_one_of_two_processes_cannot_read_neither_uses(saved, tmp_path):
     """Process 1 has a truncated file. Both processes must restore the older checkpoint; neither may hang.
 

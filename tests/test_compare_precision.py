@@ -19,6 +19,7 @@ from swjax.training.setup import model_config
 FLAGS = [f"--config={ROOT}/configs/openmoji.py", *(f"--config.{k}={v}" for k, v in MICRO.items())]
 
 
+@pytest.mark.release
 def test_probes_see_outputs_and_their_gradients():
     cfg = clip.config(
         "tiny",

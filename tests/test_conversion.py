@@ -1,7 +1,10 @@
 """The description of a conversion, and its undoing."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx
@@ -9,6 +12,8 @@ from flax import nnx
 import swjax
 import swjax.linen
 import swjax.nnx
+from swjax import nnx_blocks
+from swjax.kernels import dispatch
 from swjax.recipes import RECIPES, Product, Quantizer, Recipe
 
 X = jnp.ones((4, 8))
@@ -379,3 +384,81 @@ def test_linen_code_that_does_not_run():
         for towers in ("image", "text", "image text"):
             model.apply(params, X, towers)
     assert [(m.path, m.kind) for m in conversion] == [("image", "Dense"), ("text/fc", "Dense")]
+
+
+# --- gated MLPs that are recognised -------------------------------------------------------------------
+
+
+class GatedMLP(nnx.Module):
+    def __init__(self, rngs, **options):
+        for name, sizes in {"gate_proj": (8, 16), "up_proj": (8, 16), "down_proj": (16, 8)}.items():
+            setattr(self, name, nnx.Linear(*sizes, rngs=rngs, **({"use_bias": False} | options)))
+        self.factor = 1.0
+
+    def __call__(self, x):
+        return self.block(x) if self.factor == 1 else self.factor * self.block(x)
+
+    def block(self, x):
+        return self.down_proj(nnx.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class InAnotherOrder(GatedMLP):
+    def block(self, x):
+        up, gate = self.up_proj(x), self.gate_proj(x)
+        return self.down_proj(up * nnx.gelu(gate))
+
+
+class WithoutActivation(GatedMLP):
+    def block(self, x):
+        return self.down_proj(self.gate_proj(x) * self.up_proj(x))
+
+
+def operations(model, x):
+    with dispatch.record() as calls:
+        jax.eval_shape(lambda x: model(x), x)
+    return [name for name, _ in calls]
+
+
+@pytest.mark.parametrize("kind", [GatedMLP, InAnotherOrder])
+def test_gated_mlps_of_other_projects_are_recognised(kind):
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 8)), jnp.float32)
+    loss = lambda model: jnp.sum(jnp.sin(model(x)))
+    model, alone = (nnx.Dict(mlp=kind(nnx.Rngs(0))) for _ in range(2))
+    for each in (model, alone):
+        swjax.nnx.quantize_model(each, {".*": "switchback"})
+    nnx_blocks.restore(alone.mlp)
+    assert "gated" in operations(model.mlp, x) and "gated" not in operations(alone.mlp, x)
+    assert "\nfused gated MLPs: mlp\n" in str(swjax.nnx.describe_model(model))
+    grads = (jax.tree.leaves(nnx.grad(lambda m: loss(m.mlp))(each)) for each in (model, alone))
+    for got, want in zip((model.mlp(x), *next(grads)), (alone.mlp(x), *next(grads)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+    # What the block computes is decided at each call.
+    model.mlp.factor = 2.0
+    assert "gated" not in operations(model.mlp, x)
+    np.testing.assert_allclose(model.mlp(x), 2 * alone.mlp(x))
+    model.mlp.factor = 1.0
+    swjax.nnx.quantize_model(model, {"mlp/up_proj": "llm_int8"})
+    assert "gated" not in operations(model.mlp, x)
+    swjax.nnx.restore_model(model)
+    assert type(model.mlp) is kind and nnx.graphdef(model) == nnx.graphdef(
+        nnx.Dict(mlp=kind(nnx.Rngs(0)))
+    )
+
+
+@pytest.mark.parametrize(
+    "make",
+    [WithoutActivation, partial(GatedMLP, use_bias=True), lambda rngs: nnx.Dict(gate_proj=None)],
+)
+def test_other_blocks_are_not(make):
+    model = nnx.Dict(mlp=make(nnx.Rngs(0)), head=nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
+    assert not swjax.nnx.describe_model(swjax.nnx.quantize_model(model, {".*": "switchback"})).fused
+
+
+def test_stacks_of_gated_mlps_are_recognised():
+    make = nnx.split_rngs(splits=3)(nnx.vmap(GatedMLP))
+    model = swjax.nnx.quantize_model(make(nnx.Rngs(0)), {".*": "switchback"})
+    assert swjax.nnx.describe_model(model).fused == [""]
+    run = nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    with dispatch.record() as calls:
+        y = run(X, model)
+    assert y.shape == X.shape and ("gated", "xla") in calls

@@ -274,6 +274,7 @@ def outcome(decode, content):
 # The trainer
 
 
+@pytest.mark.release
 def test_a_run_skips_and_says_so(tmp_path, capsys, shared_cache):
     pattern = write_tars(
         tmp_path, [20, 20], lambda n, f: f | ({"txt": b""} if n in (3, 30) else {})

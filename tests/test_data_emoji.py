@@ -304,6 +304,7 @@ def test_prepared_once(data_dir, monkeypatch):
     assert len(sample("train", data_dir)) > 500
 
 
+@pytest.mark.release
 def test_two_processes_prepare_at_once(data_dir, tmp_path, monkeypatch, capsys):
     processes = [run(PREPARE, tmp_path), run(PREPARE, tmp_path)]
     (first, err), (second, other_err) = map(outputs, processes)
@@ -315,6 +316,7 @@ def test_two_processes_prepare_at_once(data_dir, tmp_path, monkeypatch, capsys):
     assert [p.name for p in (tmp_path / "emoji/sample").iterdir()] == ["1.0.0"]
 
 
+@pytest.mark.release
 def test_killed_preparation_leaves_nothing_half_made(tmp_path):
     hang = """
 import sys
@@ -345,6 +347,7 @@ def test_failed_preparation_leaves_nothing(tmp_path, monkeypatch):
     assert not [*(tmp_path / "emoji/sample").iterdir()]
 
 
+@pytest.mark.release
 def test_a_new_version_is_prepared_anew(data_dir, tmp_path, monkeypatch):
     data.prepare("emoji", data_dir=str(tmp_path), config="sample")
     builder = emoji_dataset_builder.Builder

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import thinning
 
 from swjax import data
 from swjax.data import batches
@@ -70,6 +71,7 @@ def test_chunks_come_in_order_and_what_is_left_over_does_not():
         next(chunks)
 
 
+@pytest.mark.release
 def test_processes_start_at_the_same_time(monkeypatch):
     """Starting a process writes its arguments to a pipe. More than 64 KB would wait until it reads them."""
     start, sizes = SpawnProcess.start, []
@@ -91,12 +93,14 @@ def test_none_of_no_chunk():
     assert list(chunks_of(Rows(1))) == []
 
 
+@pytest.mark.release
 def test_chunks_that_are_kept_stay_as_they_are():
     chunks = chunks_of(Rows(80), count=1, held=1)
     for number, chunk in enumerate(list(chunks)):
         check(chunk, number)
 
 
+@pytest.mark.release
 def test_memory_is_used_again():
     chunks = chunks_of(Rows(200), count=1, held=1)
     places = set()
@@ -122,6 +126,7 @@ class SlowStart(Rows):
         return super().__getitem__(index)
 
 
+@pytest.mark.release
 def test_a_slow_process_makes_fewer(tmp_path):
     chunks = chunks_of(SlowStart(40, folder=str(tmp_path)))
     makers = []
@@ -133,6 +138,7 @@ def test_a_slow_process_makes_fewer(tmp_path):
     chunks.close()
 
 
+@pytest.mark.release
 def test_they_give_way_to_the_process_that_asks():
     own = os.getpriority(os.PRIO_PROCESS, 0)
     chunks = chunks_of(Rows(8))
@@ -175,7 +181,7 @@ def test_a_killed_process_is_named_and_the_others_end():
     assert not any(child.is_alive() for child in mine)
 
 
-@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("kind", thinning.first([signal.SIGINT, signal.SIGTERM, signal.SIGHUP]))
 def test_signals_to_all_leave_them_at_work(kind, tmp_path):
     before = children()
     chunks = chunks_of(Rows(10**9, folder=str(tmp_path)))
@@ -199,6 +205,7 @@ def test_they_end_when_they_are_forgotten():
     assert len(mine) == 2 and not any(child.is_alive() for child in mine)
 
 
+@pytest.mark.release
 def test_a_script_that_starts_them_again_and_again_is_told(tmp_path):
     script = """
 from swjax import data
@@ -229,8 +236,15 @@ class Stuck(Rows):
         return super().__getitem__(index)
 
 
-@pytest.mark.parametrize("rows", ["Rows", "Stuck"])
-@pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGKILL)", "sys.exit()"])
+@pytest.mark.parametrize(
+    "end, rows",
+    thinning.kept(
+        itertools.product(
+            ["os.kill(os.getpid(), signal.SIGKILL)", "sys.exit()"], ["Rows", "Stuck"]
+        ),
+        [("os.kill(os.getpid(), signal.SIGKILL)", "Stuck")],
+    ),
+)
 def test_they_end_with_the_process_that_asked(end, rows):
     script = f"""
 import multiprocessing, os, signal, sys
@@ -271,6 +285,7 @@ def test_loader_gives_the_same_from_processes_and_threads():
     processes.close()
 
 
+@pytest.mark.release
 def test_no_more_processes_than_cores(monkeypatch, caplog):
     monkeypatch.setattr(batches.os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
     source = data.source("synthetic", "val", image_size=16, classes=7, examples=8)

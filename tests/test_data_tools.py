@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import thinning
 from micro_run import ROOT
 from photographs import jpeg, write_tars
 
@@ -138,6 +139,7 @@ def end_this_process(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.release
 def test_a_killed_process_is_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(convert, "_shard", end_this_process)
     assert run(tmp_path, f"--tars={write_tars(tmp_path, [2])}", "--jobs=2") == 1
@@ -145,7 +147,7 @@ def test_a_killed_process_is_one_line(tmp_path, monkeypatch, capsys):
     assert error.count("\n") == 1 and "the same command with fewer --jobs continues" in error
 
 
-@pytest.mark.parametrize("whole_group", [True, False], ids=["Ctrl-C", "killed"])
+@pytest.mark.parametrize("whole_group", thinning.first([True, False]), ids=["Ctrl-C", "killed"])
 def test_an_interrupt_ends_all_processes(whole_group, tmp_path):
     """Ctrl-C reaches all processes and prints nothing; processes end also if only their parent is killed."""
     command = [sys.executable, "-m", "swjax.data.convert", "--tars", write_tars(tmp_path, [2] * 99)]
@@ -184,6 +186,7 @@ def test_convert_refuses(tmp_path, arguments, message, capsys):
     assert run(tmp_path, "--verify") == 1
 
 
+@pytest.mark.release
 def test_bench_prints_images_per_second(tmp_path):
     """Runs in a separate process, because the benchmark pins its process to one core."""
     tars, out = write_tars(tmp_path, [64, 64]), tmp_path / "result.json"

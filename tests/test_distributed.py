@@ -267,6 +267,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.release
 def test_losing_process_0_is_one_line_and_no_abort():
     """Without swjax's handler JAX aborts with a C++ stack trace."""
     command = [sys.executable, "-c", LOSES_A_PEER]
@@ -279,6 +280,7 @@ def test_losing_process_0_is_one_line_and_no_abort():
     assert printed[1:-1] in ([], ["from C++"])
 
 
+@pytest.mark.release
 def test_waiting_for_a_process_that_does_not_come_is_said(tmp_path):
     environment = ENVIRONMENT | PLAIN | {"JAX_COORDINATOR_ADDRESS": "localhost:1"}
     process = subprocess.Popen(

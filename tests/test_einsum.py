@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import thinning
 from flax import linen as nn
 from flax import nnx
 from jax.sharding import AxisType
@@ -71,7 +72,7 @@ def test_experts_have_their_own_scales():
     assert (y[1] == swjax.switchback(x[1], w[1])).all()
 
 
-@pytest.mark.parametrize(("equation", "x_shape", "w_shape", "b_shape"), CASES)
+@pytest.mark.parametrize(("equation", "x_shape", "w_shape", "b_shape"), thinning.first(CASES, 3))
 def test_flax_modules_are_converted_and_restored(equation, x_shape, w_shape, b_shape):
     x, w = arrays(x_shape, w_shape)
     bias = None if b_shape is None else jax.random.normal(jax.random.key(2), b_shape)
@@ -121,7 +122,7 @@ def test_a_product_given_to_the_module_is_described():
     assert [line.split()[-1] for line in described[:2]] == ["llm_int8"] * 2
 
 
-@pytest.mark.parametrize("equation", ["btd,ndh->btnh", "btd,ndh->nbth"])
+@pytest.mark.parametrize("equation", thinning.first(["btd,ndh->nbth", "btd,ndh->btnh"]))
 def test_health_is_that_of_the_product_of_matrices(equation):
     x, w = arrays((2, 6, 32), (4, 32, 8))
     layer = nnx.Einsum(equation, w.shape, rngs=nnx.Rngs(0))
@@ -135,6 +136,7 @@ def test_health_is_that_of_the_product_of_matrices(equation):
         np.testing.assert_allclose(found[name], value, rtol=1e-3, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.release
 def test_health_of_experts_is_summed_over_them():
     x, w = arrays((2, 8, 32), (2, 32, 16))
     layer = nnx.Einsum("ebd,edf->ebf", w.shape, rngs=nnx.Rngs(0))
@@ -186,7 +188,9 @@ def test_any_merged_dimension_may_be_sharded_explicitly(equation, x_shape, w_sha
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("w_spec", [P(None, "x", "y"), P(None, "y", "x"), P(None, None, "x", "y")])
+@pytest.mark.parametrize(
+    "w_spec", thinning.first([P(None, "x", "y"), P(None, "y", "x"), P(None, None, "x", "y")])
+)
 def test_several_columns_may_be_sharded_explicitly(w_spec):
     x, w = arrays((2, 6, 32), (32, 4, 2, 8))
     product = swjax.dot_general("switchback")

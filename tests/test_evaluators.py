@@ -338,6 +338,7 @@ def evaluate_sharded(tensor=1):
     return scores | {"shown": shown}
 
 
+@pytest.mark.release
 def test_two_processes_score_like_one():
     """Two processes with two devices each give the scores and predictions of one process.
 

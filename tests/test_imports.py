@@ -191,7 +191,6 @@ SLOW = {
 @pytest.mark.parametrize(
     ("statement", "absent"),
     [
-        ("from swjax.optax import stable_adamw", SLOW | {"flax"}),
         ("import swjax.optax", SLOW | {"flax"}),
         ("import swjax", SLOW | {"flax", "optax"}),
         ("import swjax.data, swjax.report, swjax.evaluators", SLOW),

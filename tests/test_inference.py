@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import thinning
 from clip_oracle import random_model, small_config
 from flax import nnx
 from photographs import encoded
@@ -103,6 +104,7 @@ def test_from_safetensors(model, tmp_path):
     assert np.all((cosine > 0.98) & (cosine < 0.99999))
 
 
+@pytest.mark.release
 def test_from_big_vision_with_another_tokenizer(tmp_path):
     """SigLIP's published weights have other token ids than CLIP's, with which texts would embed to NaN."""
     sizes = {"width": 32, "layers": 1, "heads": 2}
@@ -149,7 +151,7 @@ def run(tmp_path_factory):
     return make
 
 
-@pytest.mark.parametrize("ema_decay", [0.0, 0.9])
+@pytest.mark.parametrize("ema_decay", thinning.first([0.9, 0.0]))
 def test_parameters_of_a_run(run, ema_decay):
     workdir, _, state = run(ema_decay)
     loaded = nnx.to_pure_dict(nnx.state(inference.load(str(workdir)).model))
@@ -269,6 +271,7 @@ def test_imagenet_lists():
     assert len(set(templates)) == 80 and all(t.count("{}") == 1 for t in templates)
 
 
+@pytest.mark.release
 def test_example_of_the_docstring(run, tmp_path, monkeypatch, capsys):
     """The example in the docstring of `swjax.inference` runs unchanged."""
     workdir, _, _ = run()

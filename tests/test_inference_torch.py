@@ -10,9 +10,6 @@ from PIL import Image
 from swjax import inference, interop
 from swjax.data import imagenet, preprocess
 
-peers = torch_peers.load()
-torch, open_clip, transforms = peers.torch, peers.open_clip, peers.torchvision.transforms
-
 RNG = np.random.default_rng(0)
 # (width, height): larger, smaller, the model's size, odd margins, extreme.
 SIZES = [
@@ -26,6 +23,14 @@ SIZES = [
     (7, 400),
     (224, 225),
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def libraries():
+    """Imports the libraries, which takes half a minute, only where a test needs them."""
+    global torch, open_clip, transforms
+    peers = torch_peers.load()
+    torch, open_clip, transforms = peers.torch, peers.open_clip, peers.torchvision.transforms
 
 
 def photograph(width, height):

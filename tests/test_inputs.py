@@ -49,6 +49,7 @@ def test_a_split_that_is_a_folder(tmp_path, split):
         inputs.open_source(config, "train")
 
 
+@pytest.mark.release
 def test_a_run_without_a_test_split_ends_with_the_scores_of_val(tmp_path, shared_cache, capsys):
     tars = write_tars(tmp_path, [20, 20])
     config = config_of(
@@ -74,31 +75,44 @@ def table(folder, captions) -> str:
     return str(folder / "pairs.csv")
 
 
-def test_a_run_that_resumes_with_other_data_is_refused(tmp_path, shared_cache, caplog):
-    """Reversed rows and replaced captions of equal number resumed in silence."""
-    captions = [f"picture {number}" for number in range(10)]
-    splits = {split: table(tmp_path / split, captions) for split in ("train", "val")}
+CAPTIONS = [f"picture {number}" for number in range(10)]
+
+
+@pytest.fixture
+def saved(tmp_path, shared_cache):
+    """The config of a run of a step on tables of `CAPTIONS` in train/ and val/; its workdir is run/."""
+    splits = {split: table(tmp_path / split, CAPTIONS) for split in ("train", "val")}
     config = config_of(
         tmp_path,
         data__name="table",
         **{f"data__table__splits__{split}": path for split, path in splits.items()},
         train__compilation_cache=shared_cache,
     )
-    workdir = tmp_path / "run"
-    assert train(config, workdir, after=1) == 0
-    table(tmp_path / "val", captions[::-1])
-    assert train(config, workdir, after=0) == 0
-    assert "the val data differ from those that this run was saved with" in caplog.text
-    for other in (captions[::-1], ["a fox"] * 10):
+    assert train(config, tmp_path / "run", after=1) == 0
+    return config
+
+
+def test_a_run_that_resumes_with_other_data_is_refused(saved, tmp_path):
+    """Reversed rows and replaced captions of equal number resumed in silence."""
+    for other in (CAPTIONS[::-1], ["a fox"] * 10):
         table(tmp_path / "train", other)
         with pytest.raises(config_lib.ConfigError, match="the training data differ from those"):
-            train(config, workdir)
-    table(tmp_path / "moved", captions)
+            train(saved, tmp_path / "run")
+
+
+@pytest.mark.release
+def test_a_run_resumes_with_moved_data_and_other_data_to_score(saved, tmp_path, caplog):
+    config, workdir = saved, tmp_path / "run"
+    table(tmp_path / "val", CAPTIONS[::-1])
+    assert train(config, workdir, after=0) == 0
+    assert "the val data differ from those that this run was saved with" in caplog.text
+    table(tmp_path / "moved", CAPTIONS)
     config.data.table.splits.train = str(tmp_path / "moved" / "pairs.csv")
     inputs.check_fingerprints({}, {"train": "of a run of an earlier version"})
     assert train(config, workdir, after=1) == 0
 
 
+@pytest.mark.release
 def test_a_run_that_its_data_end_saves(tmp_path, shared_cache, capsys):
     """The steps and the metrics since the last checkpoint were lost."""
     path = table(tmp_path / "train", [f"picture {number}" for number in range(40)])

@@ -1,5 +1,6 @@
 """Layers in every recipe and every implementation of its kernels, and under transformations."""
 
+import itertools
 from functools import partial
 
 import implementations
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import thinning
 from jax.sharding import AxisType, PartitionSpec
 from numeric import FLOOR_DB, snr_db
 
@@ -85,35 +87,35 @@ def gated_apart(x, w1, b1, w2, b2, norm, **options):
     return swjax.switchback(h, w2, addend=x, **options)
 
 
-# {fused block: (its layers, recipes of every run of the tests, dB below `AGREE_DB`)}; products of two arrays
-# with errors agree less.
-BLOCKS = {
-    fused: (apart, RECIPES, 0),
-    gated: (gated_apart, ("standard", "switchback", "switchback_hadamard"), 3),
-}
+# {fused block: (its layers, dB below `AGREE_DB`)}; products of two arrays with errors agree less.
+BLOCKS = {fused: (apart, 0), gated: (gated_apart, 3)}
 
 
 @pytest.mark.parametrize("implementation", implementations.OF_LAYERS)
 @pytest.mark.parametrize(
     "block, recipe",
-    [
-        (block, recipe) if recipe in few else implementations.release(block, recipe)
-        for block, (_, few, _) in BLOCKS.items()
-        for recipe in RECIPES
-    ],
+    thinning.kept(
+        itertools.product(BLOCKS, RECIPES),
+        [
+            (fused, "switchback_m"),
+            (fused, "switchback_hadamard"),
+            (gated, "switchback"),
+            (gated, "switchback_hadamard"),
+        ],
+    ),
 )
 def test_mlp_is_its_layers(block, recipe, implementation):
     """The fused block gives the values and gradients of separate layers in XLA."""
     implementations.require(implementation, recipe)
     arguments, g = layer_arguments()
     got = results(arguments, g, block=block, recipe=recipe, implementation=implementation)
-    layers, _, less = BLOCKS[block]
+    layers, less = BLOCKS[block]
     want = results(arguments, g, block=layers, recipe=recipe, implementation="xla")
     assert_agree(got, want, AGREE_DB[recipe] - less)
 
 
 @pytest.mark.parametrize("implementation", implementations.OF_LAYERS[1:])  # on a GPU
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", thinning.kept(RECIPES, thinning.RECIPES))
 def test_layers_agree_with_xla(recipe, implementation):
     implementations.require(implementation, recipe)
     arguments, g = layer_arguments()
@@ -157,7 +159,7 @@ def added_outside(x, w1, b1, w2, b2, norm, **options):
 
 
 @pytest.mark.parametrize("implementation", implementations.OF_LAYERS)
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", thinning.kept(RECIPES, thinning.RECIPES))
 def test_layers_that_add_the_residual_stream(recipe, implementation):
     implementations.require(implementation, recipe)
     arguments, g = layer_arguments()
@@ -170,7 +172,9 @@ def test_layers_that_add_the_residual_stream(recipe, implementation):
 
 
 @pytest.mark.parametrize("implementation", implementations.OF_LAYERS)
-@pytest.mark.parametrize("recipe", ["switchback", "switchback_m", "fp8_tensorwise"])
+@pytest.mark.parametrize(
+    "recipe", thinning.first(["switchback_m", "fp8_tensorwise", "switchback"], 2)
+)
 def test_layers_that_share_an_input(recipe, implementation):
     implementations.require(implementation, recipe)
     arguments, g = layer_arguments()
@@ -198,7 +202,7 @@ def each_layer(x, w1, b1, w2, b2, norm, **options):
 
 
 @pytest.mark.parametrize("implementation", implementations.OF_LAYERS)
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", thinning.kept(RECIPES, thinning.RECIPES))
 def test_layers_of_one_width_share_an_input(recipe, implementation):
     implementations.require(implementation, recipe)
     arguments, _ = layer_arguments()

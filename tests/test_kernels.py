@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import thinning
 
 import swjax
 from swjax.kernels import dispatch, reference
@@ -19,9 +20,13 @@ pytestmark = pytest.mark.usefixtures("compiles_as_users_do")
 SMALLEST_ABSMAX = 2.0**-92
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("axes", [(-1,), (0,), (0, 1), (1, 2), (0, 1, 2)])
-def test_int8_is_the_nearest_integer(dtype, axes):
+@pytest.mark.parametrize(
+    "axes, dtype",
+    thinning.thinned(
+        [(-1,), (0,), (0, 1), (1, 2), (0, 1, 2)], ["float32", "bfloat16", "float16"], full=[]
+    ),
+)
+def test_int8_is_the_nearest_integer(axes, dtype):
     x = (
         np.random.default_rng(0)
         .standard_normal((5, 7, 33))
@@ -154,7 +159,7 @@ def normal(*shapes):
     return [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
 
 
-@pytest.mark.parametrize("shape", [(5, 33), (2, 3, 64), (7,)])
+@pytest.mark.parametrize("shape", [(2, 3, 64), (7,)])
 def test_layer_norm_is_that_of_flax(shape):
     x, gamma, beta, gradient = normal(shape, shape[-1:], shape[-1:], shape)
     layer = nn.LayerNorm(epsilon=1e-5, use_fast_variance=False)

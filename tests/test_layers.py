@@ -1,9 +1,12 @@
 """The Flax layers, which have Flax's parameters, and the conversion of existing models."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import thinning
 from flax import linen as nn
 from flax import nnx
 from numeric import snr_db
@@ -51,8 +54,9 @@ def test_linen_dense_interchanges_with_flax(kwargs):
     assert 30 < snr_db(int8, flax.apply(params, X)) < 60
 
 
-@pytest.mark.parametrize("dtype", ["complex64", "float64"])
-@pytest.mark.parametrize("layer", ["nnx", "linen"])
+@pytest.mark.parametrize(
+    "layer, dtype", thinning.thinned(["nnx", "linen"], ["complex64", "float64"], full=[])
+)
 def test_standard_takes_inputs_of_more_than_the_parameters_dtype(layer, dtype):
     """As in Flax, float32 parameters are promoted to the dtype of such inputs, and so are gradients."""
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
@@ -122,6 +126,38 @@ def test_layers_of_flax_are_computed_together_once_converted():
     pairs += zip(together(X), want)
     for got, expected in pairs:
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
+class PlainGatedMLP(nnx.Module):
+    """As in tunix and Bonsai."""
+
+    def __init__(self, rngs):
+        for name, sizes in {"gate": (16, 32), "up": (16, 32), "down": (32, 16)}.items():
+            setattr(self, f"{name}_proj", nnx.Linear(*sizes, use_bias=False, rngs=rngs))
+
+    def __call__(self, x):
+        return self.down_proj(nnx.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+@pytest.mark.parametrize("recipes", [{}, {".*": "switchback"}, {".*down_proj": "llm_int8"}])
+def test_gated_mlps_are_drop_in_modules(recipes):
+    """They compute what a plain model computes, also if only some of their layers have a recipe."""
+    plain = PlainGatedMLP(nnx.Rngs(0))
+    ours = swjax.nnx.GatedMLP(16, 32, recipe="standard", rngs=nnx.Rngs(1))
+    nnx.update(ours, nnx.state(plain))
+    params = {"params": nnx.to_pure_dict(nnx.state(plain))}
+    in_linen = swjax.linen.GatedMLP(32, recipe="standard")
+    same(jax.eval_shape(in_linen.init, jax.random.key(0), X), jax.eval_shape(lambda: params))
+    for model in (plain, ours):
+        swjax.nnx.quantize_model(model, recipes)
+    norm = swjax.RMSNorm(jnp.linspace(0.5, 2, 16))
+    y = plain(norm.forward(X, quantize_to=None, implementation="xla")[0])
+    context = swjax.linen.quantized(recipes) if recipes else contextlib.nullcontext()
+    with context as conversion:
+        linen_y = in_linen.apply(params, X, prologue=norm, add_input=True)
+    assert not recipes or str(conversion).startswith("gate_proj  Projection.kernel")
+    for got in (ours(X, prologue=norm, add_input=True), linen_y):
+        np.testing.assert_allclose(got, y + X, rtol=1e-5, atol=1e-5)
 
 
 def attention(**kwargs):
@@ -210,7 +246,9 @@ class LinenModel(nn.Module):
 
 @pytest.mark.parametrize(
     "rules, count",
-    [({"mlp": "switchback"}, 1), ({r"attn/\w+": "switchback", "head": "llm_int8"}, 5)],
+    thinning.first(
+        [({r"attn/\w+": "switchback", "head": "llm_int8"}, 5), ({"mlp": "switchback"}, 1)]
+    ),
 )
 def test_linen_interceptor(rules, count):
     model = LinenModel()

@@ -261,6 +261,7 @@ def test_moments_without_the_block_axes_are_one_line():
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.release
 def test_states_on_the_host_are_read_and_updated():
     """As those that flax.serialization.from_bytes restores."""
     params = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}

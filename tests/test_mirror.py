@@ -109,6 +109,7 @@ def test_a_copy_cut_short_is_not_used(address, reference, tmp_path):
 
 
 @ONE_ADDRESS
+@pytest.mark.release
 def test_a_failed_copy_is_told_and_tried_again(run, address, monkeypatch, capsys):
     fs, _ = fsspec.core.url_to_fs(address)
     put, failures = type(fs).put_file, [1]

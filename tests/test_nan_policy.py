@@ -34,6 +34,7 @@ def bad_step_4(monkeypatch):
     monkeypatch.setattr(step_log, "fetch", spoiled)
 
 
+@pytest.mark.release
 def test_nan_stops_the_run(micro, bad_step_4, tmp_path, capsys):
     assert train(micro(), tmp_path) == 1
     assert "train/loss is nan at step 4: stopped;" in capsys.readouterr().out
@@ -139,6 +140,7 @@ def planted(monkeypatch):
     monkeypatch.setattr(step_lib.data, "preprocess", lambda *a: spoil(preprocess(*a), 2))
 
 
+@pytest.mark.release
 def test_what_is_not_finite_is_named_at_its_step(micro, planted, tmp_path, capsys):
     options = {"train__nan_policy": "skip", "diagnostics__norms": "false"}
     options |= {"log__every_steps": 1, "checkpoint__every_steps": 4, "train__steps": 7}
@@ -211,6 +213,7 @@ def nan_images(monkeypatch):
     monkeypatch.setattr(step_lib.data, "preprocess", lambda *args: preprocess(*args) * jnp.nan)
 
 
+@pytest.mark.release
 def test_a_run_that_skips_every_step_has_not_finished(micro, nan_images, tmp_path, capsys):
     config = micro(train__nan_policy="skip", **COMPILES_FASTER)
     assert_not_finished(config, tmp_path, capsys)

@@ -293,6 +293,7 @@ def test_stable_adamw_in_equinox():
     assert set(rms) == names and all(0 < value < 10 for value in rms.values())
 
 
+@pytest.mark.release
 def test_the_example_runs(monkeypatch, capsys):
     monkeypatch.setattr(int8_vit, "STEPS", 1)
     int8_vit.main()

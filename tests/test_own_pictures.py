@@ -4,6 +4,7 @@ import re
 import shlex
 import textwrap
 
+import pytest
 from micro_run import MICRO, ROOT, train
 from photographs import jpeg
 
@@ -13,6 +14,7 @@ from swjax.training import config as config_lib
 SIZES = ("model.", "schedule.", "log.", "report.", "data.image_size", "data.context_length")
 
 
+@pytest.mark.release
 def test_the_commands_of_the_page(tmp_path, shared_cache, monkeypatch, capsys):
     page = (ROOT / "docs" / "own_pictures.md").read_text()
     table, command = (

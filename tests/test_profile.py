@@ -124,6 +124,7 @@ def test_a_trace_ends_with_the_run(micro, tmp_path):
     assert (profile / "summary.txt").read_text().startswith("profile of step 6,")
 
 
+@pytest.mark.release
 def test_an_interrupted_trace_tells_what_it_has(micro, tmp_path):
     config = micro(train__profile_steps="2,6")
     assert train(config, tmp_path, after=3) == 0
@@ -131,6 +132,7 @@ def test_an_interrupted_trace_tells_what_it_has(micro, tmp_path):
     assert summary.startswith("profile of steps 2 to 4,")
 
 
+@pytest.mark.release
 def test_a_run_past_the_range_traces_nothing_and_says_so(micro, reference, tmp_path, capsys):
     as_interrupted(reference[1], tmp_path / "run")
     profile, code = profiled(micro, tmp_path / "run", "2,5")

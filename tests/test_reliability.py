@@ -9,6 +9,7 @@ import pytest
 from micro_run import ENVIRONMENT
 
 
+@pytest.mark.release
 def test_a_run_that_is_killed_ends_as_one_that_is_not(tmp_path, monkeypatch, shared_cache):
     """Its processes compile the same programs as the micro run, so that all share one cache."""
     for name, value in ENVIRONMENT.items():
@@ -22,6 +23,7 @@ def test_a_run_that_is_killed_ends_as_one_that_is_not(tmp_path, monkeypatch, sha
     assert result["compared"][0]["steps_recorded"] == [20, 20]
 
 
+@pytest.mark.release
 def test_where_a_run_resumes_is_read_from_its_output(reference, tmp_path, capsys):
     from micro_run import as_interrupted, train
 
@@ -48,9 +50,9 @@ def test_malformed_files_are_refused(tmp_path, collect, monkeypatch):
     # JAX and Python write no compiled code here, which the fuzzer would take for a file outside its folder.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 3600)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    result = fuzz.measure(tmp_path, inputs=120, seed=7)
+    result = fuzz.measure(tmp_path, inputs=40, seed=7)
     assert result["ok"], result["first_faults"]
-    assert sum(kind.get("refused", 0) for kind in result["results"].values()) > 20
+    assert sum(kind.get("refused", 0) for kind in result["results"].values()) > 8
 
 
 def test_the_fuzzer_sees_what_must_not_happen(tmp_path):

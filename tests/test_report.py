@@ -57,7 +57,8 @@ def record(step):
 
 
 @pytest.fixture
-def workdir(tmp_path):
+def run(tmp_path):
+    """The workdir of a run of 12 steps."""
     lines = [json.dumps(record(step)) for step in range(1, 13)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     config = {
@@ -69,6 +70,13 @@ def workdir(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "env.txt").write_text("command: python train.py --config=a&b\njax: 0.10.2\n")
     return tmp_path
+
+
+@pytest.fixture
+def workdir(run, monkeypatch):
+    """That run; its page has the first chart only."""
+    monkeypatch.setattr(charts, "CHARTS", dict(itertools.islice(charts.CHARTS.items(), 1)))
+    return run
 
 
 class Page(HTMLParser):
@@ -115,11 +123,11 @@ def test_captions_with_their_nearest_images(workdir):
     assert page.text.index("Captions and their") < page.text.index("Scores and chance")
 
 
-def test_page_of_a_whole_run(workdir):
+def test_page_of_a_whole_run(run):
     path = report.write(
-        workdir, results=SCORES, predictions=PREDICTIONS, attribution="OpenMoji CC BY-SA 4.0"
+        run, results=SCORES, predictions=PREDICTIONS, attribution="OpenMoji CC BY-SA 4.0"
     )
-    assert path == workdir / "report" / "index.html"
+    assert path == run / "report" / "index.html"
     page = Page(path)
     for text in (
         "CLIP tiny in switchback on emoji",
@@ -150,12 +158,12 @@ def test_page_of_a_whole_run(workdir):
     assert len(list(path.parent.glob("images/*.png"))) == 3
 
 
-def test_run_without_evaluation_or_stable_adamw(workdir):
-    lines = (workdir / "metrics.jsonl").read_text().splitlines()
+def test_run_without_evaluation_or_stable_adamw(run):
+    lines = (run / "metrics.jsonl").read_text().splitlines()
     keep = re.compile(r"step|time|train/loss|train/grad_norm")
     lines = [{k: v for k, v in json.loads(line).items() if keep.fullmatch(k)} for line in lines]
-    (workdir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    path = report.write(workdir)
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path = report.write(run)
     page = Page(path)
     for text in (
         "set config.eval.every_steps",
@@ -197,14 +205,13 @@ def test_a_full_disk_keeps_the_saved_scores(tmp_path):
     assert "Zero-shot top-1, emoji" in report.write(tmp_path).read_text()
 
 
-def test_making_the_page_again_keeps_scores_and_predictions(workdir):
+def test_making_the_page_again_keeps_scores_and_predictions(workdir, monkeypatch, capsys):
     path = report.write(workdir, results=SCORES, predictions=PREDICTIONS, attribution="by us")
     before = path.read_bytes()
     path.unlink()
-    done = subprocess.run(
-        [sys.executable, "-m", "swjax.report", str(workdir)], capture_output=True, text=True
-    )
-    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, str(path), "")
+    monkeypatch.setattr(sys, "argv", ["swjax report", str(workdir)])
+    assert report_main() == 0
+    assert capsys.readouterr() == (f"{path}\n", "")
     assert path.read_bytes() == before
 
 
@@ -481,9 +488,16 @@ def two_runs(workdir, tmp_path):
     return folder
 
 
-def runs_command(*arguments):
-    command = [sys.executable, "-m", "swjax", "runs", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True)
+@pytest.fixture
+def runs_command(monkeypatch, capsys):
+    """A function that runs `swjax runs` with these arguments."""
+
+    def command(*arguments):
+        monkeypatch.setattr(sys, "argv", ["swjax runs", *map(str, arguments)])
+        code, printed = runs.main(), capsys.readouterr()
+        return SimpleNamespace(returncode=code, stdout=printed.out, stderr=printed.err)
+
+    return command
 
 
 def test_a_run_of_one_step_without_a_split_to_score(tmp_path):
@@ -500,7 +514,7 @@ def test_a_run_of_one_step_without_a_split_to_score(tmp_path):
     assert values.last_finite == 8
 
 
-def test_runs_are_listed_with_what_differs(two_runs):
+def test_runs_are_listed_with_what_differs(two_runs, runs_command):
     done = runs_command(two_runs)
     assert done.returncode == 0, done.stderr
     header, first, second = done.stdout.splitlines()
@@ -511,7 +525,7 @@ def test_runs_are_listed_with_what_differs(two_runs):
     assert second.split() == "b/<b> at step 12 0.333 512 6 s standard".split()
 
 
-def test_a_run_of_another_version_differs_in_shared_keys_alone(two_runs):
+def test_a_run_of_another_version_differs_in_shared_keys_alone(two_runs, runs_command):
     """Keys that only newer versions have are no differences, and names of columns are unambiguous."""
     for number, run in enumerate(("a", "b/<b>")):
         path = two_runs / run / "config.json"
@@ -525,14 +539,15 @@ def test_a_run_of_another_version_differs_in_shared_keys_alone(two_runs):
     assert more.endswith(": checkpoint.every_steps")
 
 
-def test_runs_on_one_page(two_runs, tmp_path):
+def test_runs_on_one_page(two_runs, runs_command, tmp_path, capsys):
     done = runs_command(two_runs / "a", two_runs / "b", f"--page={tmp_path}/both.html")
     assert done.returncode == 0, done.stderr
     text = (tmp_path / "both.html").read_text()
     assert "2 runs" in text and "data:image/png" in text and "&lt;b&gt;" in text
     assert not list(tmp_path.glob("both.*.png"))
-    done = runs_command(two_runs, f"--page={tmp_path}/none/both.html")
-    assert done.returncode == 2 and "none' does not exist: make it" in done.stderr
+    with pytest.raises(SystemExit, match="2"):
+        runs_command(two_runs, f"--page={tmp_path}/none/both.html")
+    assert "none' does not exist: make it" in capsys.readouterr().err
 
 
 def test_unlike_runs_are_short_printable_lines(two_runs, capsys, monkeypatch):
@@ -548,7 +563,7 @@ def test_unlike_runs_are_short_printable_lines(two_runs, capsys, monkeypatch):
     assert "columns more, which --page shows: " in said.splitlines()[-1]
 
 
-def test_folders_given_in_different_ways(two_runs, monkeypatch):
+def test_folders_given_in_different_ways(two_runs, runs_command, monkeypatch):
     """Relative and absolute ones, a run twice, and a run inside of the current folder."""
     monkeypatch.chdir(two_runs / "a")
     for folders in ((two_runs / "a", "../b", "."), ("..",)):
@@ -562,7 +577,7 @@ def test_folders_given_in_different_ways(two_runs, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["config.json", "results.json", "metrics.jsonl"])
-def test_a_damaged_run_is_left_out_and_told(two_runs, name):
+def test_a_damaged_run_is_left_out_and_told(two_runs, runs_command, name):
     log = '{"step": 2}\n' * (name == "metrics.jsonl")  # records follow the damaged line
     (two_runs / "a" / name).write_text('{"model\n' + log)
     done = runs_command(two_runs)
@@ -572,7 +587,7 @@ def test_a_damaged_run_is_left_out_and_told(two_runs, name):
     assert [row.split()[0] for row in done.stdout.splitlines()] == ["run", "b/<b>"]
 
 
-def test_no_run_is_one_line(tmp_path):
+def test_no_run_is_one_line(runs_command, tmp_path):
     (tmp_path / "nothing").mkdir()
     (tmp_path / "nothing" / "config.json").write_text('{"model_type": "clip"}')
     done = runs_command(tmp_path / "nothing")

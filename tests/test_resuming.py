@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+import thinning
 from micro_run import (
     as_interrupted,
     assert_same_bits,
@@ -53,7 +54,8 @@ def scored(micro, tmp_path_factory):
     return config, workdir
 
 
-@pytest.mark.parametrize("at", [4, 6])
+@pytest.mark.parametrize("at", thinning.first([6, 4]))
+@pytest.mark.release
 def test_an_evaluation_that_fails_loses_no_step(at, scored, tmp_path, monkeypatch):
     """Its step is saved before, with the record that the scores complete."""
     config, workdir = scored
@@ -102,7 +104,7 @@ def test_a_run_resumed_at_its_last_step_has_a_checkpoint(reference, micro, tmp_p
         ({"model__gelu": "quick"}, "config.model.gelu is 'tanh' there and 'quick' here"),
     ],
 )
-@pytest.mark.parametrize("where", ["another", "its own"])
+@pytest.mark.parametrize("where", thinning.first(["another", "its own"]))
 def test_another_model_of_equal_shapes_is_refused(
     where, changes, message, reference, micro, tmp_path
 ):
@@ -133,6 +135,7 @@ def test_an_optimizer_state_without_elements_is_saved(micro, tmp_path):
     assert Checkpoints(tmp_path, keep=0).latest_step() == 6
 
 
+@pytest.mark.release
 def test_resume_goes_on_with_another_workdirs_run(reference, micro, tmp_path, monkeypatch):
     _, workdir = reference
     as_interrupted(workdir, tmp_path / "first")
@@ -178,6 +181,7 @@ def test_a_checkpoint_of_another_model_is_one_line(reference, micro, tmp_path):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.release
 def test_a_run_shortened_below_its_checkpoint_is_one_line(reference, micro, tmp_path):
     """It ended as a finished run of more steps than its config has."""
     as_interrupted(reference[1], tmp_path / "run")

@@ -55,12 +55,14 @@ def written(micro, tmp_path_factory) -> list[Write]:
     return written
 
 
+@pytest.mark.release
 def test_log_is_written_while_the_next_step_runs(written):
     """Metrics are fetched after the next step has started, so that the device is not idle."""
     # At a checkpoint the log is written at once.
     assert [write[:2] for write in written] == [([1, 2], 3), ([3, 4, 5], 5), ([6], 6)]
 
 
+@pytest.mark.release
 def test_collections_leave_out_what_compiling_left(written):
     assert written[0].frozen > 100_000 and gc.get_freeze_count() == 0
 

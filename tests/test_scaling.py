@@ -85,6 +85,7 @@ def test_one_case_runs_and_is_recorded(tmp_path):
     assert str(tmp_path) not in out.read_text() and "--out=scaling.json" in result["command"]
 
 
+@pytest.mark.release
 def test_a_case_that_fails_or_hangs_ends_alone():
     case = {"devices": 1, "smoke": True, "recipe": "nothing", "model": "tiny", "layout": "one", "batch": 4,
             "remat": "none", "scan": False, "steps": 1}  # fmt: skip

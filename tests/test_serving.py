@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+import thinning
 from clip_oracle import random_model, small_config
 from flax import linen as nn
 from flax import nnx
@@ -121,11 +122,15 @@ def test_an_input_of_another_width_is_refused_as_by_jax():
             model(normal(8, 16))
 
 
-@pytest.mark.parametrize("recipe", ["switchback", "switchback_q"])
 @pytest.mark.parametrize(
-    "spec", [P("fsdp", None), P(None, "fsdp"), P("tensor", None), P(None, "tensor")]
+    "spec, recipe",
+    thinning.thinned(
+        [P("fsdp", None), P(None, "fsdp"), P("tensor", None), P(None, "tensor")],
+        ["switchback", "switchback_q"],
+        full=[],
+    ),
 )
-def test_two_devices_compute_the_same(recipe, spec):
+def test_two_devices_compute_the_same(spec, recipe):
     """Weights sharded over "fsdp" are gathered in int8; those sharded over "tensor" are not gathered."""
     axis = "fsdp" if "fsdp" in spec else "tensor"
     mesh = jax.make_mesh((2,), (axis,), axis_types=(jax.sharding.AxisType.Auto,))
@@ -360,6 +365,7 @@ def test_arrays_of_any_strides_are_saved(tmp_path):
     np.testing.assert_array_equal(loaded["params"]["kernel"], kernel)
 
 
+@pytest.mark.release
 def test_linen_through_a_file_and_a_program(linen_variables, tmp_path):
     pytest.importorskip("flatbuffers", reason="needs flatbuffers: pip install flatbuffers")
     x = normal(2, 5, 16)
@@ -584,6 +590,7 @@ def test_clip_through_a_file(encoder, tmp_path):
         inference.load(path, CFG)
 
 
+@pytest.mark.release
 def test_clip_is_prequantized_as_it_is_loaded(encoder, tmp_path):
     inference.save(tmp_path / "floats", inference.Encoder(nnx.merge(*random_model(CFG))))
     floats = inference.load(tmp_path / "floats")
@@ -634,6 +641,7 @@ def test_a_file_without_a_model_configuration_is_not_loaded(tmp_path):
 
 
 @pytest.mark.parametrize("recipe", ["switchback", "fp8_switchback"])
+@pytest.mark.release
 def test_every_dtype_goes_through_a_file_and_a_program(recipe, tmp_path):
     pytest.importorskip("flatbuffers", reason="needs flatbuffers: pip install flatbuffers")
     path, x = tmp_path / "model.safetensors", normal(2, 32, dtype="bfloat16")
@@ -665,6 +673,7 @@ def test_a_float8_format_is_not_read_as_another(tmp_path):
         serving.load(tmp_path / "a", make("float8_e4m3fn"))
 
 
+@pytest.mark.release
 def test_clip_through_orbax(encoder, tmp_path):
     """Orbax saves and restores QTensors as part of the tree."""
     with ocp.StandardCheckpointer() as checkpointer:
@@ -698,6 +707,7 @@ np.savez(folder / "vectors.npz", **vectors)
 """
 
 
+@pytest.mark.release
 def test_a_program_runs_without_this_library(encoder, embeddings, tmp_path):
     pytest.importorskip("flatbuffers", reason="needs flatbuffers: pip install flatbuffers")
     inference.export(tmp_path, encoder)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import thinning
 from eight_devices import KINDS, draw, make_mesh, put
 from jax.sharding import PartitionSpec as P
 
@@ -17,14 +18,17 @@ pytestmark = pytest.mark.eight_devices
 
 @pytest.mark.parametrize(
     "kind, sizes, spec",
-    [
-        ("auto", (8, 1, 1), P()),
-        ("explicit", (1, 8, 1), P("fsdp")),
-        ("auto", (1, 8, 1), P(None, "fsdp")),
-        ("explicit", (2, 2, 2), P("fsdp", "tensor")),
-        ("auto", (2, 2, 2), P("tensor", "fsdp")),
-        ("explicit", (1, 2, 4), P(("tensor", "fsdp"))),
-    ],
+    thinning.first(
+        [
+            ("explicit", (2, 2, 2), P("fsdp", "tensor")),
+            ("auto", (1, 8, 1), P(None, "fsdp")),
+            ("auto", (8, 1, 1), P()),
+            ("explicit", (1, 8, 1), P("fsdp")),
+            ("auto", (2, 2, 2), P("tensor", "fsdp")),
+            ("explicit", (1, 2, 4), P(("tensor", "fsdp"))),
+        ],
+        2,
+    ),
     ids=str,
 )
 def test_stable_adamw_has_the_rms_of_whole_tensors(sizes, spec, kind):

@@ -1,5 +1,6 @@
 """Sharded layers under JAX's transformations."""
 
+import itertools
 from contextlib import nullcontext
 from functools import partial
 
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import thinning
 from eight_devices import (
     AXES,
     BATCH,
@@ -60,7 +62,9 @@ def test_transformations_a_train_step_that_reduces_once_leaves_the_same(recipe, 
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("policy", [None, "save_weights", "save_quantized", "save_linear"])
+@pytest.mark.parametrize(
+    "policy", thinning.first(["save_quantized", None, "save_weights", "save_linear"])
+)
 @pytest.mark.parametrize("name", [release("switchback"), "switchback_m"])
 def test_transformations_remat(name, policy):
     mesh, layout, args, g = sharded("fsdp_column")
@@ -72,7 +76,7 @@ def test_transformations_remat(name, policy):
         assert_quantized_gathers(fn, weights=[(K, N)])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", thinning.first(["explicit", "auto"]))
 def test_transformations_scan_over_stacked_layers(kind):
     """Each scan step has a column- and a row-parallel layer, rematerialised. Auto meshes need no set_mesh."""
     mesh = make_mesh((2, 2, 2), KINDS[kind])
@@ -102,8 +106,13 @@ def test_transformations_scan_over_stacked_layers(kind):
         assert snr_db(a, b) > 38  # values of later layers may be rounded to another int8 step
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("case", ["data", "hybrid", "fsdp_rows"])
+@pytest.mark.parametrize(
+    "case, kind",
+    thinning.kept(
+        itertools.product(["data", "hybrid", "fsdp_rows"], KINDS),
+        [("hybrid", "explicit"), ("fsdp_rows", "auto")],
+    ),
+)
 def test_transformations_stacks_are_reduced_once(case, kind):
     """The gradient of a stack is all-reduced once over replicas, not layer by layer, with the same bits."""
     (sizes, spec), dtype = CASES[case], "bfloat16"
@@ -133,7 +142,7 @@ def test_transformations_stacks_are_reduced_once(case, kind):
     assert sums == ([[], []] if case == "fsdp_rows" else [[layer] * 3, [(3, *layer)]])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", thinning.first(["explicit", "auto"]))
 def test_transformations_vmap(kind):
     """vmap over weights (experts) and over tokens; `spmd_axis_name` names a sharded mapped axis."""
     mesh, layout, (x, w, bias), _ = sharded("fsdp_column", kind)
@@ -152,7 +161,7 @@ def test_transformations_vmap(kind):
         compare(jax.jit(fn)(x, w, bias), want[0])
 
 
-@pytest.mark.parametrize("case", ["hybrid", "column"])
+@pytest.mark.parametrize("case", thinning.first(["column", "hybrid"]))
 def test_transformations_gradient_of_vmap_over_an_explicit_axis(case):
     mesh, _, (x, w, bias), _ = sharded(case, "explicit")
     plain = arrays()
@@ -169,8 +178,13 @@ def test_transformations_gradient_of_vmap_over_an_explicit_axis(case):
         compare(jnp.sum(jax.jit(each)(x[:, None], w, bias), 0), want[1])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("case", ["hybrid", "fsdp_row", "fsdp_column"])
+@pytest.mark.parametrize(
+    "case, kind",
+    thinning.kept(
+        itertools.product(["hybrid", "fsdp_row", "fsdp_column"], KINDS),
+        [("fsdp_column", "explicit")],
+    ),
+)
 def test_transformations_second_derivatives(case, kind):
     mesh, layout, args, _ = sharded(case, kind)
 
@@ -235,7 +249,7 @@ def test_transformations_none_at_all():
         )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", thinning.first(["explicit", "auto"]))
 @pytest.mark.parametrize("case", ["hybrid", release("fsdp_row"), release("fsdp_column")])
 def test_transformations_of_layers_in_flax(case, kind):
     """`dot_general` without a layout, and a layer whose sharding is in Flax's metadata."""

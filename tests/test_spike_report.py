@@ -184,7 +184,12 @@ def test_swjax_is_a_command():
 def run(micro, tmp_path_factory):
     """A run with checkpoints at steps 2, 4 and 6, and quantization health at steps 3 and 6."""
     workdir = tmp_path_factory.mktemp("run")
-    config = micro(diagnostics__every_steps=3, checkpoint__keep=5)
+    config = micro(
+        diagnostics__every_steps=3,
+        diagnostics__rms="true",
+        diagnostics__features="true",
+        checkpoint__keep=5,
+    )
     assert train(config, workdir) == 0
     return workdir
 
@@ -239,6 +244,7 @@ def test_replay_tells_what_differs():
     assert replay.differences(here, log) == ["step 1: train/loss: 7.0 there, 0.5 here"]
 
 
+@pytest.mark.release
 def test_a_step_that_is_none(run):
     with pytest.raises(ConfigError, match="^--step=7 must be one of the run's steps, 1 to 6$"):
         replay.replay(run, 7)

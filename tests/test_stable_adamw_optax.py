@@ -1,7 +1,5 @@
 """stable_adamw with optax's wrappers, with Flax and under jit."""
 
-import doctest
-import importlib
 import math
 import subprocess
 import sys
@@ -26,8 +24,6 @@ from swjax.optax import (
     skipped_by_path,
     stable_adamw,
 )
-
-MODULES = ("convert", "orthogonal", "rms", "scaling", "stable", "tensors")
 
 
 def problem(seed=0, steps=6):
@@ -70,13 +66,6 @@ def types(tree):
 # -------------------------------------------------------------------------------------
 # Imports and documentation
 # -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", MODULES)
-def test_doctests(name):
-    module = importlib.import_module(f"swjax.optax.{name}")
-    result = doctest.testmod(module)
-    assert result.failed == 0 and result.attempted > 0
 
 
 def test_imports_in_either_form_and_nothing_heavy():

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import oracle
 import pytest
+import thinning
 from flax import linen, nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -77,7 +78,9 @@ def test_health_is_that_of_the_operands(recipe, w_axes):
         np.testing.assert_allclose(found[name], value, rtol=1e-3, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("recipe", ["switchback_hadamard", "llm_int8", Recipe(wgrad=ROTATED)])
+@pytest.mark.parametrize(
+    "recipe", thinning.first(["switchback_hadamard", "llm_int8", Recipe(wgrad=ROTATED)])
+)
 def test_weight_gradients_are_measured_as_they_are_quantized(recipe):
     """1,300 tokens of very different magnitude: two blocks, the last tokens of which are zeros."""
     model = two_layers(recipe)
@@ -95,6 +98,7 @@ def test_weight_gradients_are_measured_as_they_are_quantized(recipe):
     assert np.isnan(found["quantization/sqnr_db/layers/0/x"]) == nothing
 
 
+@pytest.mark.release
 def test_rotated_tokens_keep_what_one_scale_a_column_loses():
     """A few large tokens take the scale of a column, and the small ones round to few values."""
     x = jnp.asarray(RNG.normal(size=(1024, 64)), jnp.float32).at[::257].multiply(100)
@@ -105,7 +109,9 @@ def test_rotated_tokens_keep_what_one_scale_a_column_loses():
     assert zeros["llm_int8"] > 0.3 > 0.1 > zeros["switchback_hadamard"]
 
 
-@pytest.mark.parametrize("recipe", ["switchback", "switchback_hadamard", "fp8_switchback"])
+@pytest.mark.parametrize(
+    "recipe", thinning.first(["switchback_hadamard", "switchback", "fp8_switchback"])
+)
 def test_sqnr_does_not_depend_on_the_magnitude(recipe):
     """Squares of the operands underflow and overflow float32; the scales are powers of two, so exact."""
     model = two_layers(recipe)
@@ -130,6 +136,7 @@ def sqnr_of(*operands):
     return taps._summary(sums)["sqnr_db"]
 
 
+@pytest.mark.release
 def test_sqnr_of_calls_of_different_magnitude_is_that_of_their_sums():
     def by_sums(*scales):
         operands = [np.asarray(X[:, i : i + 8] * s, np.float64) for i, s in enumerate(scales)]
@@ -162,6 +169,7 @@ def test_sqnr_is_at_most_200_and_nan_without_a_finite_signal(scale):
         assert np.isnan(sqnr_of(np.array([[bad, scale], [scale, scale]])))
 
 
+@pytest.mark.release
 def test_sqnr_of_scanned_and_mapped_layers_does_not_depend_on_the_magnitude():
     class Mapped(Stack):
         def __call__(self, x):
@@ -194,6 +202,7 @@ def test_outliers_of_16_bits_are_those_of_the_layer():
     assert found["quantization/saturated/layers/0/x"] == 1  # NaN if x had no other feature
 
 
+@pytest.mark.release
 def test_fp8_keeps_what_int8_loses():
     def zeros(recipe):
         small = X.at[:, 1:].multiply(1e-3)
@@ -202,6 +211,7 @@ def test_fp8_keeps_what_int8_loses():
     assert zeros("switchback") > 0.5 > 0.01 > zeros("fp8_switchback")
 
 
+@pytest.mark.release
 def test_converted_attention_is_measured_through_its_dot_general():
     model = nnx.MultiHeadAttention(2, 16, decode=False, rngs=nnx.Rngs(0))
     swjax.nnx.quantize_model(model, {"query|out": "switchback"})
@@ -289,7 +299,8 @@ class Residual(nnx.Module):
         return swjax.nnx.mlp(self.fc1, self.fc2, x, add_input=True)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", None])
+@pytest.mark.parametrize("dtype", thinning.first(["bfloat16", "float16", None]))
+@pytest.mark.release
 def test_outputs_of_layers_with_an_addend_stay_the_same(dtype):
     """Sums outside of the layers would be rounded twice, and have the dtype of the residual stream."""
     model = Residual(dtype and jnp.dtype(dtype))
@@ -323,6 +334,7 @@ def test_layers_that_share_inputs_return_the_same_inputs():
     np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.release
 def test_an_addend_of_another_sharding():
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Explicit,))
     layer = taps.insert(swjax.nnx.Linear(64, 64, rngs=nnx.Rngs(0)))
@@ -446,7 +458,7 @@ class Pair(nnx.Module):
         return x, x
 
 
-@pytest.mark.parametrize("clip_norm", [0.0, 0.1])
+@pytest.mark.parametrize("clip_norm", thinning.first([0.1, 0.0]))
 def test_adamw_has_the_rms_of_stable_adamw(clip_norm):
     """AdamW's RMS equals that of `stable_adamw` without update clipping, also with gradient clipping."""
     params = {"w": jnp.ones((4, 5)), "blocks": jnp.ones((3, 7))}

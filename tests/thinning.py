@@ -1,6 +1,6 @@
 """Which cases of a cross product `make test` runs; the others are marked `release`, for `make test-all`."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -32,13 +32,26 @@ def thinned(rows: Sequence[Any], columns: Collection[Any], full: Collection[Any]
     return pairs
 
 
+def kept(values: Iterable[Any], few: Collection[Any]) -> list[Any]:
+    """Returns the values as parameters of a test, of which `make test` runs those in `few`.
+
+    A tuple has a value for each argument of the test.
+
+    >>> [bool(value.marks) for value in kept("abc", few="b")]
+    [True, False, True]
+    """
+    return [_parameter(value, is_kept=value in few) for value in values]
+
+
 def first(values: Sequence[Any], count: int = 1) -> list[Any]:
-    """Returns the values as parameters of a test, of which `make test` runs the first `count`.
+    """Returns parameters as `kept` does, of which `make test` runs the first `count`.
 
     >>> [bool(value.marks) for value in first("abc", 2)]
     [False, False, True]
     """
-    return [
-        pytest.param(value, marks=() if index < count else pytest.mark.release)
-        for index, value in enumerate(values)
-    ]
+    return [_parameter(value, is_kept=index < count) for index, value in enumerate(values)]
+
+
+def _parameter(value: Any, is_kept: bool) -> Any:
+    arguments = value if isinstance(value, tuple) else (value,)
+    return pytest.param(*arguments, marks=() if is_kept else pytest.mark.release)

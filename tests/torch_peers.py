@@ -1,6 +1,6 @@
 """PyTorch and its CLIP libraries, for comparison if they are installed.
 
-Tests that need them begin with `torch_peers.load()`, which skips the module, with a reason, if they are not.
+Tests that need them call `torch_peers.load()`, which skips them, with a reason, if they are not.
 """
 
 import importlib

@@ -29,7 +29,7 @@ from benchmarks.kernels import shapes, timing
 from swjax.kernels import dispatch, reference, tiles
 from swjax.kernels.products.tiles import MOSAIC_RULE, MosaicTile, TritonTile, triton_rule
 from swjax.kernels.reference import QTensor
-from swjax.kernels.rotations.tiles import rotation_tile
+from swjax.kernels.rotations.tiles import rotation_rule
 from swjax.kernels.tiles import RowTile
 
 GAIN = 0.02
@@ -115,7 +115,7 @@ def product_shapes(width: int) -> list[tuple[int, int]]:
 
 def row_work(producer: str, tokens: int, width: int) -> Work:
     rotated = producer == "rotated"
-    rule = rotation_tile(width) if rotated else tiles.row_rule(width)
+    rule = rotation_rule(width) if rotated else tiles.row_rule(width)
     cuts = [
         RowTile(rows, chunk, warps, stages)
         for chunk in {rule.chunk, max(rule.chunk // 2, 128)}
@@ -164,7 +164,7 @@ def row_function(producer: str, tile: RowTile) -> Callable:
         kernel = dispatch.kernel("triton", producer)
         backward = partial(kernel, epsilon=1e-6, recompute=True, tile=tile)
         return (
-            lambda x, gamma, residual, *gradients: (  # before an MLP, whose layers' kernel adds; attention
+            lambda x, gamma, residual, *gradients: (  # before layers whose kernel adds; before others
                 backward(x, gamma, gradients[0], residual),
                 backward(x, gamma, gradients, residual),
             )

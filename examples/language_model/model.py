@@ -23,6 +23,7 @@ class Config:
       layers: number of blocks.
       vocabulary: number of token ids.
       dtype: dtype of activations and products; parameters are float32.
+      init: standard deviation of the first matrices.
     """
 
     width: int
@@ -32,6 +33,7 @@ class Config:
     layers: int
     vocabulary: int = 256
     dtype: str = "bfloat16"
+    init: float = 0.02
 
     def __post_init__(self) -> None:
         if self.width % (2 * self.heads) or self.heads % self.kv_heads:
@@ -41,7 +43,7 @@ class Config:
 
 
 SIZES = {
-    "tiny": Config(192, 512, heads=6, kv_heads=2, layers=4),
+    "tiny": Config(128, 384, heads=4, kv_heads=2, layers=4, init=0.08),
     "124m": Config(1024, 2816, heads=16, kv_heads=4, layers=11),
     "350m": Config(1536, 4096, heads=24, kv_heads=8, layers=14),
 }
@@ -53,7 +55,7 @@ class Llama(nnx.Module):
     def __init__(self, config: Config, *, rngs: nnx.Rngs) -> None:
         self.dtype, self.vocabulary = config.dtype, config.vocabulary
         shape = (config.vocabulary, config.width)
-        self.embedding = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), shape))
+        self.embedding = nnx.Param(nnx.initializers.normal(config.init)(rngs.params(), shape))
         self.blocks = nnx.List([Block(config, rngs) for _ in range(config.layers)])
         self.norm = norm(config, rngs)
         self.head = linear(config, config.width, config.vocabulary, rngs)
@@ -114,8 +116,7 @@ class MLP(nnx.Module):
 
 def linear(config: Config, inputs: int, outputs: int, rngs: nnx.Rngs, depth: int = 0) -> nnx.Linear:
     """A linear layer; `depth` is the number of blocks if its output is added to the residual stream."""
-    scale = 0.02 / (2 * depth) ** 0.5 if depth else 0.02
-    init = nnx.initializers.normal(scale)
+    init = nnx.initializers.normal(config.init / (2 * depth) ** 0.5 if depth else config.init)
     options = {"use_bias": False, "dtype": config.dtype, "kernel_init": init, "rngs": rngs}
     return nnx.Linear(inputs, outputs, **options)
 

@@ -71,8 +71,8 @@ def gated_backward(
     else:
         dgate = gelu_vjp(x, along, activation == "gelu_tanh")
     dgate = dgate.astype(gate.dtype)
-    qs = (quantized_output(d, quantize_to, False)[1] for d in (dgate, dup))
-    return dgate, dup, *qs, h
+    q = [quantized_output(d, quantize_to, False)[1] for d in (dgate, dup)]
+    return dgate, dup, q[0], q[1], h
 
 
 def _activate(x: jax.Array, activation: str) -> jax.Array:

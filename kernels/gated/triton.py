@@ -98,8 +98,9 @@ def gated(
     """`reference.gated`."""
     shape = gate.shape
     if shape[-1] > tiles.WIDEST_ROW:
-        gate, up = _cut(gate, up)
-        h = gated(gate, up, activation=activation)[0].reshape(shape)
+        parts, _ = gated(*_cut(gate, up), activation=activation)
+        assert parts is not None, "high_precision=True"
+        h = parts.reshape(shape)
         q = quantize(h, dtype=quantize_to) if quantize_to else None
         return h if high_precision else None, q
     tile = tile or tiles.row_tile("gated", shape[-1])
@@ -198,16 +199,17 @@ def gated_backward(
     """`reference.gated_backward`."""
     shape = gate.shape
     if shape[-1] > tiles.WIDEST_ROW:
-        arrays = _cut(gate, up, gradient)
-        results = gated_backward(*arrays, activation=activation, recompute=recompute)
-        dgate, dup, h = (d if d is None else d.reshape(shape) for d in (*results[:2], results[4]))
-        qs = (quantize(d, dtype=quantize_to) if quantize_to else None for d in (dgate, dup))
-        return dgate, dup, *qs, h
+        dgate, dup, _, _, h = gated_backward(
+            *_cut(gate, up, gradient), activation=activation, recompute=recompute
+        )
+        dgate, dup = dgate.reshape(shape), dup.reshape(shape)
+        q = [quantize(d, dtype=quantize_to) if quantize_to else None for d in (dgate, dup)]
+        return dgate, dup, q[0], q[1], None if h is None else h.reshape(shape)
     tile = tile or tiles.row_tile("gated_backward", shape[-1])
     persistent = tile.stages > 1
     rows = jax.ShapeDtypeStruct(shape, gate.dtype)
     quantized = chunks.quantized_outputs(gate, quantize_to)
-    dgate, dup, *quantized, h = launcher.call(
+    dgate, dup, dgate_values, dgate_scale, dup_values, dup_scale, h = launcher.call(
         gate,
         up,
         gradient,
@@ -227,8 +229,13 @@ def gated_backward(
         **chunks.range_constants(quantize_to),
         **chunks.row_constants(gate, tile, persistent=persistent),
     )
-    qs = (chunks.qtensor(*quantized[i : i + 2], quantize_to) for i in (0, 2))
-    return dgate, dup, *qs, h if recompute else None
+    return (
+        dgate,
+        dup,
+        chunks.qtensor(dgate_values, dgate_scale, quantize_to),
+        chunks.qtensor(dup_values, dup_scale, quantize_to),
+        h if recompute else None,
+    )
 
 
 # --- rows that registers do not hold ------------------------------------------------------------------

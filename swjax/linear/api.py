@@ -16,6 +16,7 @@ from swjax.linear.checks import (
     check_addend,
     check_dtypes,
     check_prologue,
+    check_same_shape,
     check_shapes,
     gate_and_up,
     weight_array,
@@ -308,16 +309,15 @@ def _mlp(
     check_addend(hidden, (w2,), x if add_input else None, "x (add_input=True)")
     check_prologue(x, prologue)
     check_dtypes(hidden, *last)
+    check_same_shape(tuple(w for w, _ in first))
     first, (w2, b2) = gathered_over_mapped_axes((first, last))
     ws, biases = zip(*first)
     if is_active():
         between: Any = switchback(x, ws, biases, prologue=prologue, layout=layouts[0], **settings)
-        h, _ = activation.forward(
-            between if len(ws) > 1 else between[0], quantize_to=None, implementation="xla"
-        )
-        y: Any = switchback(
-            h, w2, b2, addend=x if add_input else None, layout=layouts[1], **settings
-        )
+        between = between if len(ws) > 1 else between[0]
+        h: Any = activation.forward(between, quantize_to=None, implementation="xla")[0]
+        options = settings | {"addend": x if add_input else None, "layout": layouts[1]}
+        y: Any = switchback(h, w2, b2, **options)
         return (y, x) if residual else y
     sharding = sharding_of_layer(x, weight_array(ws[0]), layouts[0])
     next_sharding = sharding_of_next(sharding, weight_array(w2), layouts[1])
@@ -366,9 +366,10 @@ def _rotating(recipe: Recipe, w, sharding: Sharding) -> Recipe:
         else (device_count(sharding.mesh, axes) for axes in sharding.w)
     )
     fitting = recipe.rotating(*(n // count for n, count in zip(whole, shards)))
-    if isinstance(w, QTensor) and fitting.fwd != recipe.rotating(*whole).fwd:
+    given = recipe.rotating(*whole).fwd
+    if isinstance(w, QTensor) and given is not None and fitting.fwd != given:
         raise ValueError(
-            f"this quantized w [n, k] rotates groups of {recipe.rotating(*whole).fwd.lhs.rotation} features, "
+            f"this quantized w [n, k] rotates groups of {given.lhs.rotation} features, "
             f"which its shards split, got k={whole[0]}: pass w itself, or shard other axes"
         )
     return fitting

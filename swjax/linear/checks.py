@@ -98,30 +98,32 @@ def check_activation(activation: str) -> None:
 def gate_and_up(
     w_gate: jax.Array | QTensor, w_up: jax.Array | QTensor | None
 ) -> tuple[jax.Array | QTensor, jax.Array | QTensor]:
-    """The weights of gate and up, given as two of one shape, or as [2, k, h] or [k, 2 h].
+    """The weights of gate and up, given as two, or as one array [2, k, h] or [k, 2 h].
 
     Raises:
-      ValueError: they are neither.
+      ValueError: w_up is None, and w_gate is no such array.
     """
-    if w_up is None:
-        shape = getattr(w_gate, "shape", ())
+    if w_up is not None:
+        return w_gate, w_up
+    shape = getattr(w_gate, "shape", None)  # a QTensor has none
+    if not isinstance(w_gate, QTensor) and shape:
         if len(shape) == 3 and shape[0] == 2:
             return w_gate[0], w_gate[1]
         if len(shape) == 2 and shape[1] % 2 == 0:
-            half = shape[1] // 2
-            return w_gate[:, :half], w_gate[:, half:]
-        got = shape or type(w_gate).__name__
-        raise ValueError(
-            f"w_gate must be an array [2, k, h] or [k, 2 h] if w_up is None, got {got}: pass both weights"
-        )
-    shapes = [
-        weight_array(w).shape
-        for w in (w_gate, w_up)
-        if hasattr(w, "ndim") or isinstance(w, QTensor)
-    ]
+            return w_gate[:, : shape[1] // 2], w_gate[:, shape[1] // 2 :]
+    raise ValueError(
+        "w_gate must be an array [2, k, h] or [k, 2 h] if w_up is None, "
+        f"got {shape or type(w_gate).__name__}: pass both weights"
+    )
+
+
+def check_same_shape(ws: tuple[jax.Array | QTensor, ...]) -> None:
+    """Raises a ValueError if weights, gate and up, have several shapes."""
+    shapes = [weight_array(w).shape for w in ws]
     if len({*shapes}) > 1:
-        raise ValueError(f"w_gate and w_up must have one shape, got {shapes[0]} and {shapes[1]}")
-    return w_gate, w_up
+        raise ValueError(
+            f"w_gate and w_up must have one shape, got {shapes[0]} and {shapes[1]}: pass two [k, h]"
+        )
 
 
 def check_dtypes(

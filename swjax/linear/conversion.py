@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from swjax.recipes import RECIPES, Product, Recipe
@@ -57,10 +57,15 @@ class Conversion(list[Matrix]):
     Attributes:
       if_empty: printed after the summary if no matrix was noted.
       line: code that applies `swjax.quantized`, printed if code of the model may multiply other matrices.
+      fused: paths of the gated MLPs whose layers share memory passes.
     """
 
     if_empty = ""
     line = 'swjax.quantized(fn, "llm")'
+
+    def __init__(self, matrices: Iterable[Matrix] = ()) -> None:
+        super().__init__(matrices)
+        self.fused: list[str] = []
 
     def note(
         self,
@@ -109,6 +114,8 @@ class Conversion(list[Matrix]):
         share = f"{part:,} of {whole:,} elements ({part / max(whole, 1):.0%})"
         lines.append(f"{len(converted)} of {len(self)} matrices converted, {share}")
         recipes = dict.fromkeys(m.recipe for m in self if m.recipe is not None)
+        if self.fused:
+            lines.append(f"fused gated MLPs: {', '.join(path or '.' for path in self.fused)}")
         if not self and self.if_empty:
             lines.append(self.if_empty)
         lines += map(_products, recipes)

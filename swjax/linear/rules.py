@@ -162,7 +162,8 @@ def backward(
     gs, dbiases = zip(*map(_bias_gradient, gradients, biases, layers))
     dxs = input_gradients(gs, ws, layers)
     if prologue is None:
-        dx, dprologue = (Operand(add(*dxs, residual_gradient)),), None
+        dx: tuple[Operand, ...] = (Operand(add(*dxs, residual_gradient)),)
+        dprologue = None
     else:
         recompute = x.array is None and x.quantized is None
         recompute = recompute and any(layer.w_dtype for layer in layers)

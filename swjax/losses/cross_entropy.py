@@ -3,11 +3,13 @@
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from swjax.linear.api import switchback
+from swjax.linear.layouts import Layout
 from swjax.recipes import Recipe
 
 
@@ -21,6 +23,7 @@ def linear_cross_entropy(
     recipe: str | Recipe = "standard",
     logits_dtype: jax.typing.DTypeLike = jnp.float32,
     implementation: str | None = None,
+    layout: Layout | None = None,
 ) -> jax.Array:
     """Mean cross-entropy of ``softmax(x w)``, computed for `chunk` positions of each sequence at a time.
 
@@ -43,6 +46,9 @@ def linear_cross_entropy(
       logits_dtype: dtype of the stored logits. The softmax is in float32 for any. bfloat16 halves the memory
         traffic and rounds each logit to 8 bits, as a head with 16-bit outputs does.
       implementation: see `swjax.kernels.dispatch`; None chooses.
+      layout: shardings of x and w, see `swjax.Layout`; not needed on one device and on explicit meshes. t
+        must not be sharded. Each chunk gathers w and reduces its gradient: with many devices, choose large
+        chunks.
 
     Returns:
       A float32 scalar.
@@ -60,9 +66,8 @@ def linear_cross_entropy(
     where = jnp.ones(labels.shape, bool) if where is None else where
     x = jnp.where(where[..., None], x, 0)
     chunks = tuple(_split(count, a, axis=labels.ndim - 1) for a in (x, labels, where))
-    product = partial(
-        switchback, recipe=recipe, out_dtype=logits_dtype, implementation=implementation
-    )
+    options: dict[str, Any] = {"recipe": recipe, "implementation": implementation, "layout": layout}
+    product = partial(switchback, out_dtype=logits_dtype, **options)
     return _mean(product, chunks[0], w, *chunks[1:])
 
 
@@ -102,24 +107,24 @@ def _mean(product: Callable, x, w, labels, where) -> jax.Array:
 
 
 def _forward(product, x, w, labels, where):
-    count = _count(where)
-
     def step(carry, chunk):
         loss, dw = carry
         x, labels, where = chunk
         logits, pull = jax.vjp(product, x, w)
         losses, d_logits = _losses(logits, labels, where)
-        d_logits = jnp.where(where[..., None], d_logits / count, 0)
+        d_logits = jnp.where(where[..., None], d_logits, 0)
         dx, d_chunk = pull(d_logits.astype(logits.dtype))
         return (loss + jnp.sum(losses), dw + d_chunk.astype(jnp.float32)), dx
 
     start = jnp.float32(0), jnp.zeros_like(w, jnp.float32)
     (loss, dw), dx = jax.lax.scan(step, start, (x, labels, where))
-    return loss / count, (dx, dw.astype(w.dtype))
+    count = _count(where)
+    return loss / count, (dx, dw.astype(w.dtype), count)
 
 
-def _backward(product, gradients, g):
-    dx, dw = ((g * d).astype(d.dtype) for d in gradients)
+def _backward(product, residuals, g):
+    *gradients, count = residuals  # of the sum of the losses, so that float16 does not underflow
+    dx, dw = ((g / count * d.astype(jnp.float32)).astype(d.dtype) for d in gradients)
     return dx, dw, None, None
 
 
@@ -131,7 +136,8 @@ def _losses(logits, labels, where) -> tuple[jax.Array, jax.Array]:
     logits = logits.astype(jnp.float32)
     lse = jax.nn.logsumexp(logits, axis=-1)
     # Unlike a gather, a comparison needs no other pass, and v may be sharded.
-    match = labels[..., None] == jnp.arange(logits.shape[-1], dtype=labels.dtype)
+    classes = jnp.arange(logits.shape[-1], dtype=labels.dtype)
+    match = labels[..., None] == classes.reshape((1,) * labels.ndim + (-1,))
     losses = lse - jnp.sum(jnp.where(match, logits, 0), axis=-1)
     exists = (labels >= 0) & (labels < logits.shape[-1])
     losses = jnp.where(exists, losses, jnp.nan)
