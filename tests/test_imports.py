@@ -38,8 +38,8 @@ APPLICATION = {
     "tools": {*LIBRARY, "data", "evaluators", "models", "report", "training"},
 }
 ALLOWED = LIBRARY | APPLICATION
-# Needs the standard library only, so every folder may import it.
-LEAVES = {"swjax.packages", "swjax.safe_files"}
+# They need the standard library only, so every folder may import them.
+LEAVES = {"swjax.packages", "swjax.recipes", "swjax.safe_files"}
 # A command line imports what it starts.
 COMMANDS = {"swjax.__main__", "swjax.diagnostics.__main__", "swjax.training.command"}
 

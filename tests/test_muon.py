@@ -11,7 +11,7 @@ import thinning
 from flax import nnx, traverse_util
 from optax import contrib
 
-from swjax.optax import muon, rms_by_path, stable_adamw
+from swjax.optax import muon, rms_by_path, stable_adamw, stacked_axes
 from swjax.optax.orthogonal import orthogonalize, scale_by_muon
 
 STACKS = {"fewer_rows": (3, 16, 24), "more_rows": (3, 40, 16), "matrix": (16, 24)}
@@ -361,6 +361,9 @@ def test_matrices_are_guessed_from_names_and_metadata(capsys):
     optimizer = muon(0.1, weight_decay=0.0)
     updates, _ = optimizer.update(grads, optimizer.init(params), params)
     assert len(capsys.readouterr().out.splitlines()) == 1
+    axes = stacked_axes(params)["layers"]
+    assert axes["attn"]["query"] == {"kernel": (0,), "bias": ()}
+    assert axes["mlp"]["kernel"].get_value() == (1,)
     attn, of = grads["layers"]["attn"], updates["layers"]["attn"]
     stacks = {
         "query": (

@@ -5,6 +5,7 @@
 """
 
 from swjax.optax.convert import from_adamw_state
+from swjax.optax.matrices import guess_matrices, stacked_axes
 from swjax.optax.orthogonal import muon
 from swjax.optax.rms import adamw_rms_by_path, rms_by_path
 from swjax.optax.scaling import (
@@ -27,6 +28,7 @@ __all__ = [
     "adamw_rms_by_path",
     "dynamic_loss_scale",
     "from_adamw_state",
+    "guess_matrices",
     "loss_scale",
     "muon",
     "path_name",
@@ -36,5 +38,6 @@ __all__ = [
     "scale_by_stable_adam",
     "skipped_by_path",
     "stable_adamw",
+    "stacked_axes",
     "unscale",
 ]

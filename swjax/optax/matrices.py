@@ -76,8 +76,7 @@ def guess_matrices(params: Any) -> list[MatrixAxes | None]:
     """
     found: list[MatrixAxes | None] = []
     guesses: dict[str, None] = {}  # an ordered set
-    has_names = lambda leaf: hasattr(leaf, "get_metadata") or hasattr(leaf, "names")
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=has_names):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=_has_names):
         arrays = jax.tree.leaves(leaf)
         if len(arrays) != 1:
             found += [None] * len(arrays)
@@ -92,6 +91,37 @@ def guess_matrices(params: Any) -> list[MatrixAxes | None]:
     if guesses:
         _print_once("swjax guesses matrices: " + "; ".join(guesses))
     return found
+
+
+def stacked_axes(params: Any) -> Any:
+    """The axes of each parameter that enumerate the tensors of a stack, for `block_axes` of an optimizer.
+
+    They are those that Flax's metadata names, and those before a matrix that `guess_matrices` finds.
+
+    Args:
+      params: see `guess_matrices`.
+
+    Returns:
+      A tree like the parameters, of tuples of axes.
+
+    >>> stacked_axes({"mlp": {"kernel": jax.numpy.ones((2, 4, 5))}, "norm": jax.numpy.ones(3)})
+    swjax guesses matrices: mlp/kernel (2, 4, 5) is 2 of 4 x 5
+    {'mlp': {'kernel': (0,)}, 'norm': ()}
+    """
+    leaves, structure = jax.tree.flatten(params, is_leaf=_has_names)
+    guesses, axes = iter(guess_matrices(params)), []
+    for leaf in leaves:
+        arrays, names = jax.tree.leaves(leaf), _names(leaf)
+        guessed = [next(guesses) for _ in arrays]
+        named = tuple(i for i, axis in enumerate(names) if axis in _STACKS)
+        blocks = named or (guessed[0].blocks if len(guessed) == 1 and guessed[0] else ())
+        axes.append(jax.tree.unflatten(jax.tree.structure(leaf), [blocks] * len(arrays)))
+    return jax.tree.unflatten(structure, axes)
+
+
+def _has_names(leaf: Any) -> bool:
+    """Whether a node is a variable or box of Flax, which may name axes."""
+    return hasattr(leaf, "get_metadata") or hasattr(leaf, "names")
 
 
 def _names(leaf: Any) -> Sequence[Any]:

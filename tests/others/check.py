@@ -19,7 +19,9 @@ from projects import PROJECTS, Case
 import swjax
 
 LARGEST_ERROR = 0.05  # of the gradient of a leaf, relative norm
-SMALLEST_LEAF = 1e-3  # of the norm of the largest leaf: smaller ones are compared with that
+SMALLEST_LEAF = (
+    1e-2  # of the largest norm: smaller leaves, such as biases of keys, are compared with that
+)
 STEPS = 5
 
 

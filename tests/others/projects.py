@@ -7,16 +7,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from swjax import KEPT_IN_LLMS
-
 # {environment: what pip installs}
 ENVIRONMENTS = {
-    "tunix": [
-        *("jax==0.12.0.1", "flax==0.12.12", "google-tunix==0.1.7", "qwix==0.1.8", "gemma==4.0.1"),
-        *("dm-haiku==0.0.17", "penzai==0.2.5", "equimo==2.7.0"),
+    "tunix": ["jax==0.12.0.1", "flax==0.12.12", "google-tunix==0.1.7", "qwix==0.1.8", "opt_einsum"],
+    "linen": [
+        *("jax==0.12.0.1", "flax==0.12.12", "transformers==4.57.1", "diffusers==0.35.2", "Pillow"),
+        *("optax", "dm-haiku==0.0.17", "penzai==0.2.5", "opt_einsum"),
     ],
-    "huggingface": ["jax==0.12.0.1", "flax==0.12.12", "transformers==4.57.1", "diffusers==0.35.2"],
-    "levanter": ["jax==0.10.2", "marin-levanter==0.2.227.dev40316220070"],
 }
 
 TOKENS = jax.random.randint(jax.random.key(0), (4, 16), 0, 64)
@@ -53,7 +50,7 @@ SIZES |= dict(num_kv_heads=2)
 # --- tunix --------------------------------------------------------------------------------------------
 
 
-def _tunix(model, rules="llm") -> Case:
+def _tunix(model) -> Case:
     from flax import nnx
 
     graph, state = nnx.split(model)
@@ -64,7 +61,7 @@ def _tunix(model, rules="llm") -> Case:
         logits, _ = nnx.merge(graph, state)(tokens, positions, None, mask)
         return logits
 
-    return Case(apply, state, (TOKENS,), rules)
+    return Case(apply, state, (TOKENS,))
 
 
 def _tunix_llama():
@@ -113,9 +110,7 @@ def tunix_gemma3() -> Case:
     sizes = SIZES | {"num_embed": SIZES["vocab_size"], "num_kv_heads": 1} | _float32(model)
     del sizes["vocab_size"]
     config = dataclasses.replace(model.ModelConfig.gemma3_1b_pt(), **sizes)
-    # Keys and values are one array, and with one scale for both a norm's gradient differs by 5.5%.
-    rules = {KEPT_IN_LLMS: "standard", ".*kv_einsum.*": "switchback_q", ".*": "switchback"}
-    return _tunix(model.Gemma3(config, rngs=nnx.Rngs(0)), rules)
+    return _tunix(model.Gemma3(config, rngs=nnx.Rngs(0)))
 
 
 # --- Hugging Face's models in Linen -------------------------------------------------------------------
@@ -156,14 +151,56 @@ def huggingface_unet() -> Case:
         **dict(down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), cross_attention_dim=32),
         up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
     )
-    text = jax.random.normal(jax.random.key(1), (4, 6, 32))
     images = jax.random.normal(jax.random.key(2), (4, 4, 8, 8))
-    times = jnp.arange(4)
+    text = jax.random.normal(jax.random.key(1), (4, 6, 32))
+    times = jnp.arange(4.0)
 
-    def apply(params, images):
+    def apply(params, images, times, text):
         return unet.apply({"params": params}, images, times, text).sample
 
-    return Case(apply, unet.init_weights(jax.random.key(0)), (images,), {".*kernel": "switchback"})
+    params = unet.init_weights(jax.random.key(0))
+    return Case(apply, params, (images, times, text), {".*kernel": "switchback"})
+
+
+# --- Haiku and Penzai ---------------------------------------------------------------------------------
+
+
+def haiku_transformer() -> Case:
+    import haiku as hk
+
+    def model(tokens):
+        init = hk.initializers.VarianceScaling()
+        x = hk.Embed(64, 32, name="embed")(tokens)
+        attention = hk.MultiHeadAttention(4, 8, model_size=32, w_init=init)
+        mask = jnp.tril(jnp.ones((1, 1, tokens.shape[1], tokens.shape[1])))
+        x = x + attention(x, x, x, mask=mask)
+        return hk.Linear(64, name="lm_head")(x + hk.nets.MLP((64, 32))(x))
+
+    fn = hk.without_apply_rng(hk.transform(model))
+    return Case(fn.apply, fn.init(jax.random.key(0), TOKENS), (TOKENS,))
+
+
+def penzai_llama() -> Case:
+    from penzai import pz
+    from penzai.models.transformer.variants import llamalike_common
+
+    config = llamalike_common.LlamalikeTransformerConfig(
+        **dict(num_kv_heads=2, query_head_multiplier=2, embedding_dim=32, projection_dim=8),
+        **dict(mlp_hidden_dim=64, num_decoder_blocks=2, vocab_size=64, mlp_variant="swiglu"),
+        **dict(tie_embedder_and_logits=False, use_layer_stack=True),
+    )
+    model = llamalike_common.build_llamalike_transformer(config, jax.random.key(0))
+    unbound, variables = pz.unbind_params(model, freeze=True)
+
+    def apply(params, tokens):
+        tagged = pz.nx.wrap(tokens).tag("batch", "seq")
+        positions = pz.nx.arange("seq", tokens.shape[1])
+        logits = pz.bind_variables(unbound, list(params.values()))(
+            tagged, token_positions=positions
+        )
+        return logits.unwrap("batch", "seq", "vocabulary")
+
+    return Case(apply, {v.label: v for v in variables}, (TOKENS,))
 
 
 PROJECTS = {
@@ -172,8 +209,10 @@ PROJECTS = {
     "tunix, Qwen 3": Project(tunix_qwen3, "tunix", "google-tunix"),
     "tunix, Qwen 3 with experts": Project(tunix_moe, "tunix", "google-tunix"),
     "tunix, Gemma 3": Project(tunix_gemma3, "tunix", "google-tunix"),
-    "transformers, Llama": Project(huggingface_llama, "huggingface", "transformers"),
-    "transformers, Mistral": Project(huggingface_mistral, "huggingface", "transformers"),
-    "transformers, Gemma": Project(huggingface_gemma, "huggingface", "transformers"),
-    "diffusers, Stable Diffusion's UNet": Project(huggingface_unet, "huggingface", "diffusers"),
+    "transformers, Llama": Project(huggingface_llama, "linen", "transformers"),
+    "transformers, Mistral": Project(huggingface_mistral, "linen", "transformers"),
+    "transformers, Gemma": Project(huggingface_gemma, "linen", "transformers"),
+    "Haiku, attention and MLP": Project(haiku_transformer, "linen", "dm-haiku"),
+    "Penzai, Llama": Project(penzai_llama, "linen", "penzai"),
+    "diffusers, Stable Diffusion's UNet": Project(huggingface_unet, "linen", "diffusers"),
 }
