@@ -39,7 +39,7 @@ def is_trained(leaf) -> bool:
 
 
 def value_and_grad(case: Case, apply):
-    """The loss and the gradients of the floats among the parameters."""
+    """The loss and the gradients of the floats among the parameters, and these floats."""
     leaves, tree = jax.tree.flatten(case.params)
     trained = [i for i, leaf in enumerate(leaves) if is_trained(leaf)]
 
@@ -52,11 +52,14 @@ def value_and_grad(case: Case, apply):
     return jax.jit(jax.value_and_grad(of)), [leaves[i] for i in trained]
 
 
-def largest_error(got, want) -> float:
+def largest_error(case: Case, got, want) -> tuple[float, str]:
+    """The largest relative error of a leaf's gradient, and its path."""
+    leaves = jax.tree_util.tree_leaves_with_path(case.params)
+    paths = [jax.tree_util.keystr(path) for path, leaf in leaves if is_trained(leaf)]
     norms = [float(jnp.linalg.norm(w)) for w in want]
     floor = SMALLEST_LEAF * max(norms)
     errors = [float(jnp.linalg.norm(g - w)) / max(n, floor) for g, w, n in zip(got, want, norms)]
-    return max(errors)
+    return max(zip(errors, paths))
 
 
 def train(step, floats, inputs) -> list[float]:
@@ -96,14 +99,14 @@ def check(name: str) -> dict:
     step, floats = value_and_grad(case, int8)
     plain, _ = value_and_grad(case, case.apply)
     value, grads = step(floats, *case.inputs)
-    error = largest_error(grads, plain(floats, *case.inputs)[1])
+    error, leaf = largest_error(case, grads, plain(floats, *case.inputs)[1])
     losses = train(step, floats, case.inputs)
     assert np.isfinite(losses).all() and losses[-1] < losses[0], f"losses {losses}"
     mesh = jax.make_mesh((4, 2), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     only_value = jax.jit(lambda floats, *inputs: step(floats, *inputs)[0])
     on_mesh = only_value([sharded(leaf, mesh) for leaf in floats], *case.inputs)
     np.testing.assert_allclose(on_mesh, value, rtol=1e-3)
-    assert error < LARGEST_ERROR, f"the gradient of a leaf differs by {error:.1%}"
+    assert error < LARGEST_ERROR, f"the gradient of {leaf} differs by {error:.1%}"
     return {
         "project": name,
         "version": f"{project.package} {version(project.package)}",
