@@ -174,7 +174,7 @@ def haiku_transformer() -> Case:
         attention = hk.MultiHeadAttention(4, 8, model_size=32, w_init=init)
         mask = jnp.tril(jnp.ones((1, 1, tokens.shape[1], tokens.shape[1])))
         x = x + attention(x, x, x, mask=mask)
-        return hk.Linear(64, name="lm_head")(x + hk.nets.MLP((64, 32))(x))
+        return hk.Linear(64, name="lm_head")(x + hk.nets.MLP((64, 32), activation=jax.nn.gelu)(x))
 
     fn = hk.without_apply_rng(hk.transform(model))
     return Case(fn.apply, fn.init(jax.random.key(0), TOKENS), (TOKENS,))
