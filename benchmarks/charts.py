@@ -17,6 +17,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks" / "studies"))
 
+import language  # noqa: E402
 import optimizers  # noqa: E402
 import paired  # noqa: E402
 import study  # noqa: E402
@@ -39,6 +40,18 @@ STEPS = {
     "swjax standard": "swjax, bf16",
     "swjax switchback": "swjax, int8",
     "swjax switchback_hadamard": "swjax, int8, weight gradients too",
+}
+# {arm in the results of language models: its label}, from top to bottom; the models of the panels.
+LANGUAGE_MODELS = {
+    "torch bf16": "PyTorch, bf16",
+    "torch float8_tensorwise": "torchao, float8 tensorwise",
+    "flax": "Flax, bf16",
+    "switchback_hadamard": "swjax, int8, converted in one line",
+    "switchback_hadamard+fused": "swjax, int8, fused norms and MLP",
+}
+BLOCKS = {
+    "llama-3-8b": "two blocks of Llama-3-8B, 4 x 4,096 tokens",
+    "llama-3.2-1b": "four blocks of Llama-3.2-1B, 8 x 4,096 tokens",
 }
 # Panels of the chart of training steps: (kind, model, title).
 STEP_PANELS = (
@@ -138,6 +151,26 @@ def draw_steps(figure) -> None:
         axes.set_title(title, loc="left", fontsize=9)
     cards = "image tower on one card, steps on another"
     axes.set_xlabel(f"images per second, H200s ({cards})", fontsize=8)
+
+
+def draw_language_models(figure) -> None:
+    """Draws the speed of language models' blocks, forward and backward, beside PyTorch and torchao."""
+    rows = [r for f in ("", "_torch") for r in read(f"language_models{f}_h200")["rows"]]
+    rates = {(row["model"], row["arm"]): row["tokens_per_second"] for row in rows}
+    figure.set_size_inches(7.2, 4.2)
+    for axes, (model, title) in zip(figure.subplots(2, 1), BLOCKS.items(), strict=True):
+        bars = {label: rates[model, arm] / 1e3 for arm, label in LANGUAGE_MODELS.items()}
+        draw_bars(axes, bars, "{:,.0f}")
+        axes.set_title(title, loc="left", fontsize=9)
+    axes.set_xlabel("thousand tokens per second, forward and backward, one H200", fontsize=9)
+    best = rates["llama-3-8b", "switchback_hadamard+fused"]
+    over = best / rates["llama-3-8b", "flax"], best / rates["llama-3-8b", "torch float8_tensorwise"]
+    say(
+        figure,
+        "Llama-3-8B blocks: int8 is {:.2f} times Flax's bf16, {:.2f} times torchao's float8".format(
+            *over
+        ),
+    )
 
 
 def say(figure, answer: str) -> None:
@@ -356,6 +389,31 @@ def draw_pairs(figure) -> None:
     say(figure, "int8 SwitchBack: no difference from bf16 is found in three studies")
 
 
+def draw_language(figure) -> None:
+    """Draws the paired differences of a language model's loss, their means and 95% intervals."""
+    figure.set_size_inches(7.2, 3.2)
+    axes, runs = figure.subplots(), read("language")["runs"]
+    rows = {row["arm"]: row for row in language.summary(runs)}
+    arms = [arm for arm in language.ARMS if arm in rows]
+    for y, arm in enumerate(arms):
+        pairs, row = language.differences(runs, arm, "val"), rows[arm]
+        color = PEER if arm == paired.CONTROL else OTHER if "fp8" in arm else OURS
+        axes.plot(pairs, [y] * len(pairs), "|", color=color, markersize=9, alpha=0.6)
+        axes.errorbar(row["mean"], y, xerr=row["half"], fmt="o", color=color, capsize=4)
+        found = f"{row['mean']:+.4f} ± {row['half']:.4f}, {row['pairs']} pairs"
+        axes.text(0.0072, y, found, va="center", fontsize=8.5)
+    axes.axvspan(-language.MARGIN, language.MARGIN, color="black", alpha=0.06, linewidth=0)
+    axes.axvline(0, color="black", linewidth=0.8)
+    axes.set_yticks(range(len(arms)), ["control, minus bf16", *arms[1:]])
+    axes.invert_yaxis()
+    axes.set_xlim(-0.0085, 0.0145)
+    axes.set_xticks([-0.006, -0.003, 0, 0.003, 0.006])
+    said = "validation loss minus the mean of bf16 and its control, nats a byte; shaded: margin"
+    axes.set_xlabel(said, fontsize=9)
+    clear(axes)
+    say(figure, "No 8-bit recipe raises a language model's loss by the margin of 0.003")
+
+
 def draw_icons(figure) -> None:
     """Draws the losses of paired runs on the icons at ViT-B's width, and differences of final losses."""
     runs = read("icons_pairs")["runs"]
@@ -485,9 +543,11 @@ def draw_method(figure) -> None:
 CHARTS = {
     "vith_tower_h200": draw_tower,
     "training_steps_h200": draw_steps,
+    "language_models_h200": draw_language_models,
     "icons_pairs": draw_icons,
     "icons_h": draw_icons_h,
     "accuracy_pairs": draw_pairs,
+    "language_pairs": draw_language,
     "layers_h200": draw_layers,
     "scaling_h200": draw_scaling,
     "scaling_losses_h200": draw_scaling_losses,
