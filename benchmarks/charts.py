@@ -46,6 +46,23 @@ STEP_PANELS = (
     ("step", "vit_h14", "ViT-H/14, whole CLIP step, batch 256"),
     ("step", "vit_l14", "ViT-L/14, whole CLIP step, batch 256"),
 )
+# {arm of a language model: its label}, from top to bottom.
+LANGUAGE = {
+    "torch bf16": "PyTorch, torch.compile, bf16",
+    "torch float8_tensorwise": "torchao, float8",
+    "torch int8": "torchao, int8",
+    "qwix_int8": "Qwix, int8",
+    "flax_fp8": "Flax, fp8",
+    "flax": "Flax, bf16",
+    "switchback": "swjax, int8, converted",
+    "switchback_hadamard": "swjax, int8 weight gradients too, converted",
+    "switchback_hadamard+fused": "swjax, the same int8 in fused operations",
+}
+LANGUAGE_MODELS = {
+    "llama-3-8b": "two blocks of Llama-3-8B, 16,384 tokens",
+    "llama-3.2-1b": "four blocks of Llama-3.2-1B, 32,768 tokens",
+    "qwen3-0.6b": "eight blocks of Qwen3-0.6B, 32,768 tokens",
+}
 # Studies of paired runs, from top to bottom, and the recipes that they compare with bf16.
 PAIRED = {
     "emoji_accuracy_h200": "emoji drawings, width 128\n(sums of 4,352 tokens)",
@@ -138,6 +155,32 @@ def draw_steps(figure) -> None:
         axes.set_title(title, loc="left", fontsize=9)
     cards = "image tower on one card, steps on another"
     axes.set_xlabel(f"images per second, H200s ({cards})", fontsize=8)
+
+
+def language_rows() -> dict[str, dict[str, dict]]:
+    """Returns {model: {label: row}} of blocks, forward and backward; PyTorch has a file of its own."""
+    files = sorted(RESULTS.glob("language_models*_h200.json"))
+    rows = [row for file in files for row in read(file.stem)["rows"]]
+    found: dict[str, dict[str, dict]] = {}
+    for model in LANGUAGE_MODELS:
+        blocks = [row for row in rows if (row["kind"], row["model"]) == ("blocks", model)]
+        arms = {row["arm"]: row for row in blocks if row.get("ms") and not row["remat"]}
+        found[model] = {label: arms[arm] for arm, label in LANGUAGE.items() if arm in arms}
+    return found
+
+
+def draw_language_models(figure) -> None:
+    """Draws the speed of blocks of language models compared with Flax and PyTorch."""
+    found = language_rows()
+    count = [len(rows) for rows in found.values()]
+    figure.set_size_inches(7.2, 0.9 + 0.28 * sum(count))
+    panels = figure.subplots(len(found), 1, height_ratios=count)
+    for axes, (model, rows) in zip(panels, found.items(), strict=True):
+        draw_bars(axes, {x: row["tokens_per_second"] / 1e3 for x, row in rows.items()}, "{:,.0f}")
+        axes.set_title(LANGUAGE_MODELS[model], loc="left", fontsize=9)
+    axes.set_xlabel("thousand tokens per second, forward and backward, one H200", fontsize=9)
+    ratio = found["llama-3-8b"][LANGUAGE["switchback_hadamard+fused"]]["ratio"]
+    say(figure, f"int8 trains blocks of Llama-3-8B {ratio:.2f} times as fast as Flax in bf16")
 
 
 def say(figure, answer: str) -> None:
@@ -485,6 +528,7 @@ def draw_method(figure) -> None:
 CHARTS = {
     "vith_tower_h200": draw_tower,
     "training_steps_h200": draw_steps,
+    "language_models_h200": draw_language_models,
     "icons_pairs": draw_icons,
     "icons_h": draw_icons_h,
     "accuracy_pairs": draw_pairs,
