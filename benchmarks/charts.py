@@ -17,6 +17,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks" / "studies"))
 
+import language  # noqa: E402
 import optimizers  # noqa: E402
 import paired  # noqa: E402
 import study  # noqa: E402
@@ -40,29 +41,24 @@ STEPS = {
     "swjax switchback": "swjax, int8",
     "swjax switchback_hadamard": "swjax, int8, weight gradients too",
 }
+# {arm in the results of language models: its label}, from top to bottom; the models of the panels.
+LANGUAGE_MODELS = {
+    "torch bf16": "PyTorch, bf16",
+    "torch float8_tensorwise": "torchao, float8 tensorwise",
+    "flax": "Flax, bf16",
+    "switchback_hadamard": "swjax, int8, converted in one line",
+    "switchback_hadamard+fused": "swjax, int8, fused norms and MLP",
+}
+BLOCKS = {
+    "llama-3-8b": "two blocks of Llama-3-8B, 4 x 4,096 tokens",
+    "llama-3.2-1b": "four blocks of Llama-3.2-1B, 8 x 4,096 tokens",
+}
 # Panels of the chart of training steps: (kind, model, title).
 STEP_PANELS = (
     ("encoder", "vit_h14", "ViT-H/14's image tower, forward and backward, batch 128"),
     ("step", "vit_h14", "ViT-H/14, whole CLIP step, batch 256"),
     ("step", "vit_l14", "ViT-L/14, whole CLIP step, batch 256"),
 )
-# {arm of a language model: its label}, from top to bottom.
-LANGUAGE = {
-    "torch bf16": "PyTorch, torch.compile, bf16",
-    "torch float8_tensorwise": "torchao, float8",
-    "torch int8": "torchao, int8",
-    "qwix_int8": "Qwix, int8",
-    "flax_fp8": "Flax, fp8",
-    "flax": "Flax, bf16",
-    "switchback": "swjax, int8, converted",
-    "switchback_hadamard": "swjax, int8 weight gradients too, converted",
-    "switchback_hadamard+fused": "swjax, the same int8 in fused operations",
-}
-LANGUAGE_MODELS = {
-    "llama-3-8b": "two blocks of Llama-3-8B, 16,384 tokens",
-    "llama-3.2-1b": "four blocks of Llama-3.2-1B, 32,768 tokens",
-    "qwen3-0.6b": "eight blocks of Qwen3-0.6B, 32,768 tokens",
-}
 # Studies of paired runs, from top to bottom, and the recipes that they compare with bf16.
 PAIRED = {
     "emoji_accuracy_h200": "emoji drawings, width 128\n(sums of 4,352 tokens)",
@@ -157,30 +153,24 @@ def draw_steps(figure) -> None:
     axes.set_xlabel(f"images per second, H200s ({cards})", fontsize=8)
 
 
-def language_rows() -> dict[str, dict[str, dict]]:
-    """Returns {model: {label: row}} of blocks, forward and backward; PyTorch has a file of its own."""
-    files = sorted(RESULTS.glob("language_models*_h200.json"))
-    rows = [row for file in files for row in read(file.stem)["rows"]]
-    found: dict[str, dict[str, dict]] = {}
-    for model in LANGUAGE_MODELS:
-        blocks = [row for row in rows if (row["kind"], row["model"]) == ("blocks", model)]
-        arms = {row["arm"]: row for row in blocks if row.get("ms") and not row["remat"]}
-        found[model] = {label: arms[arm] for arm, label in LANGUAGE.items() if arm in arms}
-    return found
-
-
 def draw_language_models(figure) -> None:
-    """Draws the speed of blocks of language models compared with Flax and PyTorch."""
-    found = language_rows()
-    count = [len(rows) for rows in found.values()]
-    figure.set_size_inches(7.2, 0.9 + 0.28 * sum(count))
-    panels = figure.subplots(len(found), 1, height_ratios=count)
-    for axes, (model, rows) in zip(panels, found.items(), strict=True):
-        draw_bars(axes, {x: row["tokens_per_second"] / 1e3 for x, row in rows.items()}, "{:,.0f}")
-        axes.set_title(LANGUAGE_MODELS[model], loc="left", fontsize=9)
+    """Draws the speed of language models' blocks, forward and backward, beside PyTorch and torchao."""
+    rows = [r for f in ("", "_torch") for r in read(f"language_models{f}_h200")["rows"]]
+    rates = {(row["model"], row["arm"]): row["tokens_per_second"] for row in rows}
+    figure.set_size_inches(7.2, 4.2)
+    for axes, (model, title) in zip(figure.subplots(2, 1), BLOCKS.items(), strict=True):
+        bars = {label: rates[model, arm] / 1e3 for arm, label in LANGUAGE_MODELS.items()}
+        draw_bars(axes, bars, "{:,.0f}")
+        axes.set_title(title, loc="left", fontsize=9)
     axes.set_xlabel("thousand tokens per second, forward and backward, one H200", fontsize=9)
-    ratio = found["llama-3-8b"][LANGUAGE["switchback_hadamard+fused"]]["ratio"]
-    say(figure, f"int8 trains blocks of Llama-3-8B {ratio:.2f} times as fast as Flax in bf16")
+    best = rates["llama-3-8b", "switchback_hadamard+fused"]
+    over = best / rates["llama-3-8b", "flax"], best / rates["llama-3-8b", "torch float8_tensorwise"]
+    say(
+        figure,
+        "Llama-3-8B blocks: int8 is {:.2f} times Flax's bf16, {:.2f} times torchao's float8".format(
+            *over
+        ),
+    )
 
 
 def say(figure, answer: str) -> None:
@@ -399,6 +389,31 @@ def draw_pairs(figure) -> None:
     say(figure, "int8 SwitchBack: no difference from bf16 is found in three studies")
 
 
+def draw_language(figure) -> None:
+    """Draws the paired differences of a language model's loss, their means and 95% intervals."""
+    figure.set_size_inches(7.2, 3.2)
+    axes, runs = figure.subplots(), read("language")["runs"]
+    rows = {row["arm"]: row for row in language.summary(runs)}
+    arms = [arm for arm in language.ARMS if arm in rows]
+    for y, arm in enumerate(arms):
+        pairs, row = language.differences(runs, arm, "val"), rows[arm]
+        color = PEER if arm == paired.CONTROL else OTHER if "fp8" in arm else OURS
+        axes.plot(pairs, [y] * len(pairs), "|", color=color, markersize=9, alpha=0.6)
+        axes.errorbar(row["mean"], y, xerr=row["half"], fmt="o", color=color, capsize=4)
+        found = f"{row['mean']:+.4f} ± {row['half']:.4f}, {row['pairs']} pairs"
+        axes.text(0.0072, y, found, va="center", fontsize=8.5)
+    axes.axvspan(-language.MARGIN, language.MARGIN, color="black", alpha=0.06, linewidth=0)
+    axes.axvline(0, color="black", linewidth=0.8)
+    axes.set_yticks(range(len(arms)), ["control, minus bf16", *arms[1:]])
+    axes.invert_yaxis()
+    axes.set_xlim(-0.0085, 0.0145)
+    axes.set_xticks([-0.006, -0.003, 0, 0.003, 0.006])
+    said = "validation loss minus the mean of bf16 and its control, nats a byte; shaded: margin"
+    axes.set_xlabel(said, fontsize=9)
+    clear(axes)
+    say(figure, "No 8-bit recipe raises a language model's loss by the margin of 0.003")
+
+
 def draw_icons(figure) -> None:
     """Draws the losses of paired runs on the icons at ViT-B's width, and differences of final losses."""
     runs = read("icons_pairs")["runs"]
@@ -532,6 +547,7 @@ CHARTS = {
     "icons_pairs": draw_icons,
     "icons_h": draw_icons_h,
     "accuracy_pairs": draw_pairs,
+    "language_pairs": draw_language,
     "layers_h200": draw_layers,
     "scaling_h200": draw_scaling,
     "scaling_losses_h200": draw_scaling_losses,

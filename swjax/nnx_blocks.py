@@ -8,11 +8,7 @@ import jax
 from flax import nnx
 from jax import lax
 
-from swjax.kernels.reference import QTensor
-from swjax.linear.api import gated_mlp
 from swjax.linear.checks import OPERAND_DTYPES
-from swjax.linear.contraction import DotGeneral
-from swjax.linear.interception import is_active
 
 NAMES = ("gate_proj", "up_proj", "down_proj")
 ACTIVATIONS: dict[str, Callable] = {
@@ -20,30 +16,30 @@ ACTIVATIONS: dict[str, Callable] = {
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": jax.nn.gelu,
 }
-Products = Callable[[nnx.Module], DotGeneral | None]  # `swjax.nnx.product_of`
+# From a block to the function (x, activation) -> y of its layers; to None if it has no such layers.
+Layers = Callable[[Any], Callable[[jax.Array, str], Any] | None]
 
 
-def fuse(block: Any, product_of: Products) -> None:
+def fuse(block: Any, layers_of: Layers) -> None:
     """Lets a gated MLP share memory passes, in place, if it is one.
 
-    Its class becomes a subclass whose call is `swjax.gated_mlp`. Each call checks again that the code of the
-    block traces to a gated MLP of converted layers, for the given input and in the current context, and calls
-    that code if it does not.
+    Its class becomes a subclass that computes the layers together. Each call checks again that the code of
+    the block traces to a gated MLP, for the given input and in the current context, and calls that code if it
+    does not.
 
     Args:
       block: any module.
-      product_of: a function from a layer to its product, or None if it has no recipe.
+      layers_of: a function that returns how to compute the layers of a block.
     """
-    if is_fused(block) or _layers(block, product_of) is None:
+    if is_fused(block) or layers_of(block) is None:
         return
-    state = nnx.state(block)
+    kind: Any = type(block)
+    state, layer = nnx.state(block), block.gate_proj
     one_layer = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[-2:], a.dtype), state)
-    layer = block.gate_proj
     dtype = layer.dtype or layer.kernel.dtype
     x = jax.ShapeDtypeStruct((1, 1, layer.kernel.shape[-2]), dtype)
-    kind: Any = type(block)
     if gated_activation(kind.__call__, nnx.graphdef(block), one_layer, x):
-        object.__setattr__(block, "__class__", _fused_class(kind, product_of))
+        object.__setattr__(block, "__class__", _fused_class(kind, layers_of))
 
 
 def is_fused(block: nnx.Module) -> bool:
@@ -58,67 +54,16 @@ def restore(block: Any) -> None:
 
 
 @functools.cache  # equal graphs share compiled functions
-def _fused_class(kind: type, product_of: Products) -> type:
+def _fused_class(kind: Any, layers_of: Layers) -> type:
     def __call__(self, *args, **kwargs):
-        y = None
-        if len(args) == 1 and isinstance(args[0], jax.Array) and not kwargs:
-            y = _fused_output(self, kind.__call__, args[0], product_of)
-        return kind.__call__(self, *args, **kwargs) if y is None else y
+        if len(args) == 1 and hasattr(args[0], "dtype") and not kwargs and (run := layers_of(self)):
+            activation = gated_activation(kind.__call__, *nnx.split(self), args[0])
+            if activation and args[0].dtype in OPERAND_DTYPES:
+                return run(args[0], activation)
+        return kind.__call__(self, *args, **kwargs)
 
     members = {"__call__": __call__, "__module__": kind.__module__, "_unfused_class": kind}
     return type(kind.__name__, (kind,), members)
-
-
-def _fused_output(block, code: Callable, x: jax.Array, product_of: Products) -> Any:
-    """The output of a gated MLP; None if the block is none, or if one of its layers must run by itself."""
-    layers = _layers(block, product_of)
-    if layers is None or is_active():
-        return None
-    graphdef, state = nnx.split(block)
-    activation = gated_activation(code, graphdef, state, x)
-    kernels = [layer.kernel[...] for layer in layers]
-    if activation is None or any(isinstance(kernel, QTensor) for kernel in kernels):
-        return None
-    ws = []
-    for layer, kernel in zip(layers, kernels):
-        x, w = layer.promote_dtype((x, kernel), dtype=layer.dtype)
-        ws.append(w)
-    if x.dtype not in OPERAND_DTYPES:
-        return None
-    of_gate, _, of_down = (product_of(layer) for layer in layers)
-    assert of_gate and of_down, "`_layers` returns converted layers"
-    return gated_mlp(
-        x,
-        *ws,
-        activation=activation,
-        recipe=of_gate.recipe,
-        precision=layers[0].precision,
-        implementation=of_gate.implementation,
-        layouts=(of_gate.layout, of_down.layout),
-    )
-
-
-def _layers(block: nnx.Module, product_of: Products) -> list[Any] | None:
-    """Flax's layers of a gated MLP, if they follow one recipe and differ in their parameters only."""
-    layers = [getattr(block, name, None) for name in NAMES]
-    products, settings = [], set()
-    for layer in layers:
-        if not isinstance(layer, nnx.Linear) or type(layer).__call__ is not nnx.Linear.__call__:
-            return None
-        product = product_of(layer)
-        if product is None or layer.bias is not None or layer.preferred_element_type is not None:
-            return None
-        products.append(product)
-        settings.add(
-            (
-                product.recipe,
-                product.implementation,
-                layer.precision,
-                layer.dtype,
-                layer.promote_dtype,
-            )
-        )
-    return layers if len(settings) == 1 and products[0] == products[1] else None
 
 
 # --- recognition --------------------------------------------------------------------------------------

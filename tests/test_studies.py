@@ -290,7 +290,7 @@ def test_language_models_are_compared_with_the_mean_of_bf16_and_its_control(stud
     control, switchback, llm_int8 = language.summary(some)
     assert control["mean"] == pytest.approx(0.002) and control["pairs"] == 4
     assert switchback["mean"] == pytest.approx(0, abs=1e-9) and switchback["pairs"] == 4
-    assert language.verdict(switchback) == "equivalent"
+    assert language.verdict(switchback) == "equivalent, not worse"
     assert llm_int8["mean"] == pytest.approx(0.01) and llm_int8["pairs"] == 3
     assert language.verdict(llm_int8) == "diverged"  # three equal differences have no t-test
 

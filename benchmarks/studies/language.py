@@ -50,6 +50,7 @@ ARMS = (
 OPTIMIZERS = ("adamw", "stable_adamw", "muon")
 RATES = (3e-4, 8e-4, 2e-3, 5e-3, 1.2e-2)
 GAINS = (1.0, 30.0)
+TESTS = ("different", "equivalent", "not_worse")
 CHANNELS = 6  # with planted outliers
 CHUNK = 100  # steps per call of the compiled program
 
@@ -417,7 +418,7 @@ def summary(runs: list[dict]) -> list[dict]:
                 if differences(some, arm, name)
             ]
             tested = [found for found in group if found["arm"] != paired.CONTROL]
-            for test in ("different", "equivalent"):
+            for test in TESTS:
                 for found, p in zip(tested, paired.holm([f[f"p_{test}"] for f in tested])):
                     found[f"p_{test}"] = p
             rows += group
@@ -449,30 +450,32 @@ def row(some: list[dict], arm: str, name: str) -> dict:
         "sd": float(np.std(pairs, ddof=1)) if len(pairs) > 1 else math.nan,
         "half": half,
         "p_different": paired.p_value(pairs),
-        "p_equivalent": p_equivalent(pairs),
+        "p_equivalent": max(p_outside(pairs)),
+        "p_not_worse": p_outside(pairs)[1],
     }
 
 
-def p_equivalent(pairs: list[float], margin: float = MARGIN) -> float:
-    """The p-value of two one-sided t-tests: small if the mean is surely between -margin and margin.
+def p_outside(pairs: list[float], margin: float = MARGIN) -> tuple[float, float]:
+    """The p-values of two one-sided t-tests: the mean is above -margin, and below margin.
 
-    >>> p_equivalent([0.001, -0.001, 0.0]) < 0.05 < p_equivalent([0.003, 0.001, 0.002])
+    >>> max(p_outside([0.001, -0.001, 0.0])) < 0.05 < max(p_outside([0.003, 0.001, 0.002]))
     True
     """
     if len(pairs) < 2 or np.ptp(pairs) < 1e-9:
-        return math.nan
-    above = stats.ttest_1samp(pairs, -margin, alternative="greater").pvalue
-    below = stats.ttest_1samp(pairs, margin, alternative="less").pvalue
-    return float(max(above, below))
+        return math.nan, math.nan
+    return tuple(
+        float(stats.ttest_1samp(pairs, limit, alternative=side).pvalue)
+        for limit, side in ((-margin, "greater"), (margin, "less"))
+    )
 
 
 def verdict(found: dict) -> str:
-    """What the corrected tests say at 5%; both can hold.
+    """What the corrected tests say at 5%; several can hold.
 
-    >>> verdict({"diverged": 0, "p_equivalent": 0.01, "p_different": 0.2})
-    'equivalent'
+    >>> verdict({"diverged": 0, "p_equivalent": 0.01, "p_different": 0.2, "p_not_worse": 0.01})
+    'equivalent, not worse'
     """
-    said = [name for name in ("different", "equivalent") if found[f"p_{name}"] < 0.05]
+    said = [name.replace("_", " ") for name in TESTS if found[f"p_{name}"] < 0.05]
     said += ["diverged"] * (found["diverged"] > 0)
     return ", ".join(said) or "undecided"
 
@@ -494,7 +497,8 @@ def table(runs: list[dict]) -> None:
         print(
             f"{title}: {found['mean']:+.5f} +- {found['half']:.5f}, sd {found['sd']:.5f}, "
             f"{found['pairs']} pairs, p of a difference {found['p_different']:.2g}, "
-            f"of equivalence {found['p_equivalent']:.2g}: {verdict(found)}"
+            f"of equivalence {found['p_equivalent']:.2g}, of a loss not higher by the margin "
+            f"{found['p_not_worse']:.2g}: {verdict(found)}"
         )
 
 
