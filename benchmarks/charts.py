@@ -41,6 +41,18 @@ STEPS = {
     "swjax switchback": "swjax, int8",
     "swjax switchback_hadamard": "swjax, int8, weight gradients too",
 }
+# {arm in the results of language models: its label}, from top to bottom; the models of the panels.
+LANGUAGE_MODELS = {
+    "torch bf16": "PyTorch, bf16",
+    "torch float8_tensorwise": "torchao, float8 tensorwise",
+    "flax": "Flax, bf16",
+    "switchback_hadamard": "swjax, int8, converted in one line",
+    "switchback_hadamard+fused": "swjax, int8, fused norms and MLP",
+}
+BLOCKS = {
+    "llama-3-8b": "two blocks of Llama-3-8B, 4 x 4,096 tokens",
+    "llama-3.2-1b": "four blocks of Llama-3.2-1B, 8 x 4,096 tokens",
+}
 # Panels of the chart of training steps: (kind, model, title).
 STEP_PANELS = (
     ("encoder", "vit_h14", "ViT-H/14's image tower, forward and backward, batch 128"),
@@ -139,6 +151,26 @@ def draw_steps(figure) -> None:
         axes.set_title(title, loc="left", fontsize=9)
     cards = "image tower on one card, steps on another"
     axes.set_xlabel(f"images per second, H200s ({cards})", fontsize=8)
+
+
+def draw_language_models(figure) -> None:
+    """Draws the speed of language models' blocks, forward and backward, beside PyTorch and torchao."""
+    rows = [r for f in ("", "_torch") for r in read(f"language_models{f}_h200")["rows"]]
+    rates = {(row["model"], row["arm"]): row["tokens_per_second"] for row in rows}
+    figure.set_size_inches(7.2, 4.2)
+    for axes, (model, title) in zip(figure.subplots(2, 1), BLOCKS.items(), strict=True):
+        bars = {label: rates[model, arm] / 1e3 for arm, label in LANGUAGE_MODELS.items()}
+        draw_bars(axes, bars, "{:,.0f}")
+        axes.set_title(title, loc="left", fontsize=9)
+    axes.set_xlabel("thousand tokens per second, forward and backward, one H200", fontsize=9)
+    best = rates["llama-3-8b", "switchback_hadamard+fused"]
+    over = best / rates["llama-3-8b", "flax"], best / rates["llama-3-8b", "torch float8_tensorwise"]
+    say(
+        figure,
+        "Llama-3-8B blocks: int8 is {:.2f} times Flax's bf16, {:.2f} times torchao's float8".format(
+            *over
+        ),
+    )
 
 
 def say(figure, answer: str) -> None:
@@ -511,6 +543,7 @@ def draw_method(figure) -> None:
 CHARTS = {
     "vith_tower_h200": draw_tower,
     "training_steps_h200": draw_steps,
+    "language_models_h200": draw_language_models,
     "icons_pairs": draw_icons,
     "icons_h": draw_icons_h,
     "accuracy_pairs": draw_pairs,

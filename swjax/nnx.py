@@ -15,7 +15,7 @@ from swjax.kernels.reference import QTensor
 from swjax.linear.api import gated_mlp as fused_gated_mlp
 from swjax.linear.api import mlp as fused_mlp
 from swjax.linear.api import plain_weight, switchback
-from swjax.linear.checks import check_activation
+from swjax.linear.checks import OPERAND_DTYPES, check_activation
 from swjax.linear.contraction import DotGeneral, dot_general
 from swjax.linear.conversion import (
     NO_LAYOUT,
@@ -396,8 +396,8 @@ def quantize_model(
     `restore_model` undoes the change. A function that copied the model before, such as `nnx.cached_partial`,
     keeps the old layers: create it after the conversion.
 
-    Modules whose code computes ``down_proj(activation(gate_proj(x)) * up_proj(x))``, with a SiLU or GELU, run
-    as `swjax.gated_mlp` does, if a recipe applies to the three layers. `describe_model` lists them.
+    Modules whose code computes ``down(activation(gate(x)) * up(x))`` of three `nnx.Linear` without bias, with
+    a SiLU or GELU, run as `swjax.gated_mlp` does, if one recipe applies to them. `describe_model` lists them.
 
     Args:
       model: any NNX model, modified in place.
@@ -438,8 +438,22 @@ def quantize_model(
             replaced = before.replaced if before else getattr(layer, name)
             setattr(layer, name, _Product(product, replaced, name == "einsum_op"))
     for _, module in _modules(model):
-        nnx_blocks.fuse(module, product_of)
+        nnx_blocks.fuse(module, _gated_mlp_of)
     return model
+
+
+def _gated_mlp_of(*layers: Any) -> Callable | None:
+    """The function (x, activation) -> y of converted layers of Flax; None if they do not fit together."""
+    for layer in layers:
+        if not isinstance(layer, nnx.Linear) or type(layer).__call__ is not nnx.Linear.__call__:
+            return None
+        dtype = getattr(layer.kernel.get_value(), "dtype", None)  # a QTensor has none
+        if layer.bias is not None or dtype not in OPERAND_DTYPES or not product_of(layer):
+            return None
+    gate, up, down = layers
+    if not _can_fuse(gate, up, down):
+        return None
+    return lambda x, activation: gated_mlp(gate, up, down, x, activation=activation)
 
 
 def product_name(module: nnx.Module) -> str:

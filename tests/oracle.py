@@ -69,27 +69,42 @@ def llm_int8_outlier6(x, w, g):
     return y + wide(outliers) @ wide(w), dx, dw + wide(outliers).T @ wide(g)
 
 
-def rotated(x, largest_block=1024, size=128):
-    """Returns [blocks, tokens, n]: groups of `size` tokens, multiplied by an orthogonal Hadamard matrix.
+def hadamard(size):
+    """Returns an orthogonal Hadamard matrix; the bits of pi give the signs of its columns."""
+    pi = 0x243F6A8885A308D313198A2E03707344
+    matrix = [
+        [(-1) ** ((i & j).bit_count() + (pi >> j & 1)) for j in range(size)] for i in range(size)
+    ]
+    return np.array(matrix) / np.sqrt(size)
 
-    The bits of pi give the signs of its columns.
-    """
+
+def rotated(x, largest_block=1024, size=128):
+    """Returns [blocks, tokens, n]: groups of `size` tokens, multiplied by an orthogonal matrix."""
     blocks = -(-len(x) // largest_block)
     length = -(-len(x) // (blocks * size)) * size
     padded = np.zeros((blocks * length, x.shape[1]))
     padded[: len(x)] = x
-    pi = 0x243F6A8885A308D313198A2E03707344
-    matrix = np.array(
-        [[(-1) ** ((i & j).bit_count() + (pi >> j & 1)) for j in range(size)] for i in range(size)]
-    )
     groups = padded.reshape(-1, size, x.shape[1])
-    return (matrix @ groups / np.sqrt(size)).reshape(blocks, length, x.shape[1])
+    return (hadamard(size) @ groups).reshape(blocks, length, x.shape[1])
 
 
 def switchback_hadamard(x, w, g):
     y, dx, _ = switchback(x, w, g)
     pairs = zip(rotated(wide(x)), rotated(wide(g)), strict=True)
     return y, dx, sum(int8(a, 0).T @ int8(b, 0) for a, b in pairs)
+
+
+def rotated_features(x):
+    """Returns rows of which groups of up to 128 features are multiplied by an orthogonal matrix."""
+    size = np.gcd(x.shape[1], 128)
+    mixed = wide(x).reshape(len(x), -1, size) @ hadamard(size).T
+    return mixed.reshape(x.shape).astype(x.dtype)
+
+
+def int8_hadamard(x, w, g):
+    y = int8(rotated_features(x), 1) @ int8(rotated_features(w.T), None).T
+    dx = int8(rotated_features(g), 1) @ int8(rotated_features(w), None).T
+    return y, dx, switchback_hadamard(x, w, g)[2]
 
 
 def fp8_switchback(x, w, g):

@@ -38,6 +38,7 @@ def calls():
         cases[operation] = (cases[operation][0], cases[operation][1] | {"quantize_to": "int8"})
     cases["quantize"] = ((x,), {"axes": (0, 1), "transpose": True})
     cases["quantize_by"] = ((x, normal((1000, 1)) ** 2), {})
+    cases["quantize_rotated"] = ((x,), {"rotation": 64})
     cases["quantize_both"] = ((x, np.full(256, 8, "float32")), {})
     cases["matmul"] = (operands((1000, 1280, 576)), {"out_dtype": "bfloat16"})
     pairs = (operands((1000, 1280, 576), seed=seed) for seed in range(3))

@@ -156,6 +156,7 @@ OPERANDS = {
     "llm_int8": (int8(24, 8), int8(24, 16), int8(16, 8)),
     "llm_int8_outlier6": (int8(24, 8) + DOT, int8(24, 16), int8(16, 8) + XTG),
     "switchback_hadamard": (int8(24, 1), int8(24, 1), exact("block_weight_gradient")),
+    "int8_hadamard": (int8(24, 1), int8(24, 1), exact("block_weight_gradient")),
     "fp8_switchback": (
         int8(24, 1, dtypes=(E4M3, E4M3)),
         int8(24, 1, dtypes=(E5M2, E4M3)),
@@ -171,7 +172,7 @@ OPERANDS = {
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_says_what_is_quantized_how(recipe, seen):
-    layers = (replace(ALONE, recipe=RECIPES[recipe]),)
+    layers = (replace(ALONE, recipe=RECIPES[recipe].rotating(*W.shape)),)
     inputs = rules.LayerArrays(X, (W,), NONE, None)
     _, _, ws = rules.forward(inputs, NONE, layers)
     y, seen[:] = seen[:], []

@@ -71,6 +71,7 @@ SNR_DB = {
     "llm_int8": (39, 40, 39),
     "llm_int8_outlier6": (39, 40, 39),
     "switchback_hadamard": (38, 38, 40),
+    "int8_hadamard": (38, 38, 40),
     "fp8_switchback": (28, 24, 130),
     "fp8_tensorwise": (28, 24, 24),
 }
@@ -217,8 +218,11 @@ def test_forms_that_kernels_read_change_nothing(name, monkeypatch):
         else:
             args = put(x, "data"), put(w, *spec), put(g, "data"), name, put(bias)
         got, expected = products(*args), list(want)
-        if name == "switchback_hadamard" and spec is not None:  # blocks of a device's tokens
+        if "hadamard" in name and spec is not None:  # blocks of a device's tokens
             assert snr_db(got.pop(2), expected.pop(2)) > 30
+        if name == "int8_hadamard" and spec:  # groups of a device's features
+            for _ in range(2):
+                assert snr_db(got.pop(0), expected.pop(0)) > 30
         for a, b in zip(got, expected, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 

@@ -214,6 +214,7 @@ def half(micro):
     return config, *init_and_step(config)
 
 
+@pytest.mark.release
 def test_float16_tensors_that_overflow_sit_out_alone(half):
     config, init, step = half
     state = init()
@@ -248,6 +249,7 @@ def test_float16_resumes_exactly(half, tmp_path):
     assert measured == expected
 
 
+@pytest.mark.release
 def test_a_trained_logit_scale_is_clamped_for_the_softmax_loss(half, micro):
     config, init, step = half
     state = init()

@@ -419,6 +419,7 @@ def test_outcome(transformation, recipe):
 # Constraints with which `jax.export` takes gradients with a symbolic number of tokens.
 BOUNDS = {
     "switchback_hadamard": ["b <= 1024", "b >= 1025"],
+    "int8_hadamard": ["b <= 1024", "b >= 1025"],
     "llm_int8": ["b <= 131072"],
     "llm_int8_outlier6": ["b <= 131072"],
 }

@@ -366,9 +366,10 @@ def _rotating(recipe: Recipe, w, sharding: Sharding) -> Recipe:
         else (device_count(sharding.mesh, axes) for axes in sharding.w)
     )
     fitting = recipe.rotating(*(n // count for n, count in zip(whole, shards)))
-    if isinstance(w, QTensor) and fitting.fwd != recipe.rotating(*whole).fwd:
+    given = recipe.rotating(*whole).fwd
+    if isinstance(w, QTensor) and given is not None and fitting.fwd != given:
         raise ValueError(
-            f"this quantized w [n, k] rotates groups of {recipe.rotating(*whole).fwd.lhs.rotation} features, "
+            f"this quantized w [n, k] rotates groups of {given.lhs.rotation} features, "
             f"which its shards split, got k={whole[0]}: pass w itself, or shard other axes"
         )
     return fitting

@@ -176,7 +176,7 @@ def quantize_sharded(
     def step(x):
         x = as_rows(x) if axis == 0 else x
         if rotation > 1 and quantizer.scope == "row" and whole:
-            rotated = {"rotation": rotation, "dtype": quantizer.dtype}
+            rotated: dict[str, Any] = {"rotation": rotation, "dtype": quantizer.dtype}
             rotated["implementation"] = layer.implementation
             return dispatch.run("quantize_rotated", x, **rotated)
         x = reference.rotate_features(x, rotation, axis)
