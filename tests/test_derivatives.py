@@ -22,7 +22,9 @@ from swjax.recipes import RECIPES
 K, H, N = 8, 16, 4
 # Lowest SNR in dB: second derivatives are compared with those of exact products.
 FLOOR_DB = {"standard": 90, "switchback": 25, "switchback_m": 25, "switchback_q": 25}
-FLOOR_DB |= dict.fromkeys(("llm_int8", "llm_int8_outlier6", "switchback_hadamard", "int8_hadamard"), 25)
+FLOOR_DB |= dict.fromkeys(
+    ("llm_int8", "llm_int8_outlier6", "switchback_hadamard", "int8_hadamard"), 25
+)
 FLOOR_DB |= dict.fromkeys(("fp8_switchback", "fp8_tensorwise"), 15)
 
 
