@@ -4,6 +4,7 @@
 # make test-all   and the tests that guard a release, an hour
 # make torch   installs PyTorch and its CLIPs, 6 GB, for the tests that compare with them and skip without
 # make peers   runs the test suites of optax and Flax with our parts in place of theirs, half an hour
+# make others  installs projects of others and checks the conversion of their models, half an hour
 # make report  rewrites the report page of a run
 # make docs    builds the documentation in build/site: links checked, notebooks executed, some minutes
 # make clean   removes what setting up and testing made, not runs/ and data/
@@ -33,7 +34,7 @@ export XDG_CACHE_HOME := $(CURDIR)/.cache
 export MPLCONFIGDIR := $(CURDIR)/.cache/matplotlib
 export TFDS_DATA_DIR := $(CURDIR)/data
 
-.PHONY: train language-model test test-all torch peers report docs clean
+.PHONY: train language-model test test-all torch peers others report docs clean
 
 train: $(READY)
 	@$(BIN)/python train.py --config=$(CONFIG) --workdir=$(WORKDIR) $(ARGS)
@@ -51,6 +52,9 @@ torch: $(TORCH)
 
 peers: $(READY) $(PEERS)
 	@$(BIN)/python -m pytest tests/peers -m peers $(ARGS)
+
+others: $(READY)
+	@$(BIN)/python tests/others $(ARGS)
 
 report: $(READY)
 	@$(BIN)/python -m swjax report $(WORKDIR)

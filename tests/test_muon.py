@@ -11,7 +11,7 @@ import thinning
 from flax import nnx, traverse_util
 from optax import contrib
 
-from swjax.optax import muon, rms_by_path
+from swjax.optax import muon, rms_by_path, stable_adamw
 from swjax.optax.orthogonal import orthogonalize, scale_by_muon
 
 STACKS = {"fewer_rows": (3, 16, 24), "more_rows": (3, 40, 16), "matrix": (16, 24)}
@@ -336,3 +336,54 @@ def test_a_state_with_trees_of_bools_is_mapped():
     jax.tree.map(
         np.testing.assert_array_equal, doubled.inner_states["muon"].inner_state[0].mu, want
     )
+
+
+def test_matrices_are_guessed_from_names_and_metadata(capsys):
+    """Stacks, and attention's kernels of three axes; the update is that of the matrix."""
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    names = {"out_sharding": ("embed", "layers", "mlp"), "eager_sharding": False}
+    grads = {
+        "embed_tokens": draw(9, 8),
+        "layers": {
+            "attn": {
+                "query": {"kernel": draw(3, 8, 2, 6), "bias": draw(3, 2, 6)},
+                "out": {"kernel": draw(3, 2, 6, 8)},
+            },
+            "mlp": {"kernel": nnx.Param(draw(8, 3, 5), **names)},
+            "norm": {"scale": draw(3, 8)},
+        },
+        "one": {"q_einsum": {"w": draw(2, 8, 6)}},
+        "conv": {"kernel": draw(3, 3, 4, 8)},
+        "lm_head": {"kernel": draw(8, 9)},
+    }
+    params = jax.tree.map(jnp.ones_like, grads)
+    optimizer = muon(0.1, weight_decay=0.0)
+    updates, _ = optimizer.update(grads, optimizer.init(params), params)
+    assert len(capsys.readouterr().out.splitlines()) == 1
+    attn, of = grads["layers"]["attn"], updates["layers"]["attn"]
+    stacks = {
+        "query": (
+            attn["query"]["kernel"].reshape(3, 8, 12),
+            of["query"]["kernel"].reshape(3, 8, 12),
+        ),
+        "out": (attn["out"]["kernel"].reshape(3, 12, 8), of["out"]["kernel"].reshape(3, 12, 8)),
+        "mlp": [tree["layers"]["mlp"]["kernel"][...].swapaxes(0, 1) for tree in (grads, updates)],
+        "q": [
+            tree["one"]["q_einsum"]["w"].swapaxes(0, 1).reshape(8, 12) for tree in (grads, updates)
+        ],
+    }
+    by_hand = {name: stack for name, (stack, _) in stacks.items()}
+    wanted = muon(0.1, jax.tree.map(lambda _: True, by_hand), weight_decay=0.0)
+    want, _ = wanted.update(by_hand, wanted.init(by_hand), by_hand)
+    for name, (_, got) in stacks.items():
+        np.testing.assert_allclose(got, want[name], rtol=1e-5, atol=1e-7)
+    adam = stable_adamw(0.1, weight_decay=0.0, clip_threshold=np.inf)
+    others = {name: grads[name] for name in ("embed_tokens", "conv", "lm_head")}
+    others |= {"norm": grads["layers"]["norm"]}
+    want, _ = adam.update(others, adam.init(others), others)
+    for name in ("embed_tokens", "conv", "lm_head"):
+        jax.tree.map(np.testing.assert_allclose, updates[name], want[name])
+    np.testing.assert_allclose(updates["layers"]["norm"]["scale"], want["norm"]["scale"])
+    optimizer.update(grads, optimizer.init(params), params)
+    assert capsys.readouterr().out == ""

@@ -73,8 +73,8 @@ class _Program(NamedTuple):
         """Plans the program; the planner lists the products."""
         planner = Planner(choices, implementation)
         origins: list[Origin | None] = [Origin((path,), w.dtype) for path, w in self.parameters]
-        others = [None] * (len(self.values) - len(origins))
-        return planner.plan(self.jaxpr, origins + others), planner
+        origins += [None] * (len(self.values) - len(origins))
+        return planner.plan(self.jaxpr, origins), planner
 
 
 def _traced(fn: Callable, params: Any, args: tuple, kwargs: dict) -> _Program:

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from optax import contrib
 
 from swjax.optax.checks import rate_at, require_dtype, require_learning_rate, require_number
+from swjax.optax.matrices import MatrixAxes, guess_matrices
 from swjax.optax.stable import stable_adamw
 from swjax.optax.tensors import (
     as_arrays,
@@ -32,7 +33,7 @@ SCALE = 0.2  # RMS of AdamW's updates, to which those of Muon are scaled
 
 def muon(
     learning_rate: optax.ScalarOrSchedule,
-    matrices: Any | Callable[[optax.Params], Any],
+    matrices: Any | Callable[[optax.Params], Any] = "auto",
     b1: jax.typing.ArrayLike = 0.9,
     b2: jax.typing.ArrayLike = 0.99,
     eps: jax.typing.ArrayLike = 1e-6,
@@ -69,7 +70,9 @@ def muon(
 
     Args:
       learning_rate: a number, at least 0, or a schedule of the number of previous steps.
-      matrices: the parameters that Muon updates: a tree of bools like the parameters, a prefix of it, or a
+      matrices: the parameters that Muon updates. "auto" guesses from names and Flax's metadata, also the axes
+        of stacks and of attention's kernels of three axes, and prints once what it guessed, see
+        `swjax.optax.matrices`. Or a tree of bools like the parameters, a prefix of it, or a
         function from the parameters to such a tree, which `flax.nnx.Optimizer` needs. They are matrices,
         [m, n], or stacks of matrices, whose other axes `block_axes` names. Without it, an array of three axes
         is a stack [layers, m, n]. Leave out embeddings and the last layer, and arrays of three axes that are
@@ -113,10 +116,22 @@ def muon(
 
     def both(params) -> optax.GradientTransformationExtraArgs:
         """The optimizer of both parts."""
-        by_muon, structure = bools_like("matrices", matrices, params), jax.tree.structure(params)
+        structure = jax.tree.structure(params)
         axes = resolve_block_axes(block_axes, params)
+        guessed: list[MatrixAxes | None] = [None] * len(axes)
+        by_muon = matrices
+        if isinstance(matrices, str):
+            guessed = guess_matrices(params)
+            by_muon = jax.tree.unflatten(structure, [each is not None for each in guessed])
+            if block_axes is None:
+                axes = [() if each is None else each.blocks for each in guessed]
+        by_muon = bools_like("matrices", by_muon, params)
         names = jax.tree_util.tree_map_with_path(
-            _name_of_optimizer, by_muon, params, jax.tree.unflatten(structure, map(_Axes, axes))
+            _name_of_optimizer,
+            by_muon,
+            params,
+            jax.tree.unflatten(structure, map(_Axes, axes)),
+            jax.tree.unflatten(structure, [each is not None for each in guessed]),
         )
         if set(jax.tree.leaves(names)) == {"adamw"}:
             raise ValueError(
@@ -134,7 +149,11 @@ def muon(
             return lambda _: jax.tree.map(choose, names, tree)
 
         decays = resolve_mask(mask, params)
-        stacks = [x for x, name in zip(axes, jax.tree.leaves(names)) if name == "muon"]
+        stacks = [
+            guess or blocks
+            for guess, blocks, name in zip(guessed, axes, jax.tree.leaves(names))
+            if name == "muon"
+        ]
         of_matrices = optax.chain(
             scale_by_muon(momentum, dtype, stacks),
             optax.identity(),  # its empty state is in checkpoints
@@ -183,10 +202,12 @@ class _Axes(tuple):
     """The block axes of a parameter, as a leaf of a tree."""
 
 
-def _name_of_optimizer(path: tuple, by_muon: bool, x: jax.Array, axes: _Axes) -> str:
+def _name_of_optimizer(
+    path: tuple, by_muon: bool, x: jax.Array, axes: _Axes, is_guessed: bool
+) -> str:
     if not by_muon:
         return "adamw"
-    if jnp.ndim(x) - len(axes) != 2 and (axes or jnp.ndim(x) != 3):
+    if not is_guessed and jnp.ndim(x) - len(axes) != 2 and (axes or jnp.ndim(x) != 3):
         raise ValueError(
             f"muon needs matrices [m, n] beside the block axes, got {path_name(path)!r} of shape "
             f"{jnp.shape(x)} with block axes {tuple(axes)}: name the axes of its stack in `block_axes`, or "
@@ -212,13 +233,14 @@ def _require_floating(path: tuple, parameter: jax.Array, gradient: jax.Array) ->
 def scale_by_muon(
     momentum: jax.typing.ArrayLike = 0.95,
     dtype: jax.typing.DTypeLike = jnp.float32,
-    stacks: Sequence[tuple[int, ...]] = (),
+    stacks: Sequence[tuple[int, ...] | MatrixAxes] = (),
 ) -> optax.GradientTransformation:
     """`optax.contrib.scale_by_muon(consistent_rms=0.2)` for matrices and stacks of matrices; see `muon`.
 
     Args:
       momentum, dtype: see `muon`.
-      stacks: for each parameter the axes that enumerate its matrices; (): all but the last two.
+      stacks: for each parameter its `MatrixAxes`, or the axes that enumerate its matrices; (): all but the
+        last two.
     """
     reference = contrib.scale_by_muon(beta=momentum)
 
@@ -246,11 +268,16 @@ def scale_by_muon(
         mu = jax.tree.map(lambda g, m: beta * m + (1 - beta) * g, float32(grads), float32(state.mu))
         directions = jax.tree.map(nesterov, float32(grads), mu)
         leaves, structure = jax.tree.flatten(directions)
-        axes = stacks or [()] * len(leaves)
-        in_front = [jnp.moveaxis(x, kept, range(len(kept))) for x, kept in zip(leaves, axes)]
+        axes = [
+            each if isinstance(each, MatrixAxes) else MatrixAxes.of_blocks(each, x.ndim)
+            for each, x in zip(stacks or [()] * len(leaves), leaves)
+        ]
+        in_front = [each.as_stack(x) for x, each in zip(leaves, axes)]
         leaves = [
-            jnp.moveaxis(x * (SCALE * math.sqrt(max(x.shape[-2:]))), range(len(kept)), kept)
-            for x, kept in zip(orthogonalize_all(in_front, state.ns_coeffs, dtype), axes)
+            each.restore(x * (SCALE * math.sqrt(max(x.shape[-2:]))), before.shape)
+            for x, each, before in zip(
+                orthogonalize_all(in_front, state.ns_coeffs, dtype), axes, leaves
+            )
         ]
         updates = jax.tree.unflatten(structure, leaves)
         return updates, state._replace(count=count, mu=cast_like(mu, state.mu))

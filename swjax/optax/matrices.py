@@ -1,0 +1,125 @@
+"""Which parameters are matrices, and along which axes: guessed from names and from Flax's metadata."""
+
+import math
+import re
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import jax
+
+from swjax.optax.tensors import path_name
+from swjax.recipes import kept_kind
+
+# Names that Flax's metadata gives the axes of stacks.
+_STACKS = {"layers", "layer", "blocks", "block", "stack", "scan", "experts", "expert", "exp"}
+
+# What the last axes of a kernel are, by the end of its path: rows, columns, or blocks with one matrix each.
+_FAMILIES = {
+    r"(query|key|value|[qkv]_proj)/(kernel|w)": "rcc",  # [width, heads, head]
+    r"(out|o_proj|out_proj|attn_vec_einsum)/(kernel|w)": "rrc",  # [heads, head, width]
+    r"q_einsum/w": "crc",  # [heads, width, head]
+    r"q?kv_einsum/w": "bcrc",  # [keys and values, heads, width, head]
+}
+
+
+class MatrixAxes(NamedTuple):
+    """The axes of a parameter that is one matrix [m, n], or a stack of matrices.
+
+    Attributes:
+      blocks: axes that enumerate matrices.
+      rows, columns: axes that together are m and n.
+    """
+
+    blocks: tuple[int, ...]
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+
+    @classmethod
+    def of_blocks(cls, blocks: tuple[int, ...], ndim: int) -> "MatrixAxes":
+        """The axes of matrices [m, n] beside the blocks; (): all axes but the last two are blocks."""
+        blocks = blocks or tuple(range(ndim - 2))
+        m, n = (axis for axis in range(ndim) if axis not in blocks)
+        return cls(blocks, (m,), (n,))
+
+    def as_stack(self, x: jax.Array) -> jax.Array:
+        """[*blocks, m, n].
+
+        >>> MatrixAxes((), (0,), (1, 2)).as_stack(jax.numpy.ones((8, 2, 3))).shape
+        (8, 6)
+        """
+        sizes = [x.shape[axis] for axis in self.blocks]
+        m, n = (math.prod(x.shape[axis] for axis in axes) for axes in self[1:])
+        return x.transpose(*self.blocks, *self.rows, *self.columns).reshape(*sizes, m, n)
+
+    def restore(self, stack: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """The inverse of `as_stack`, for a parameter of this shape."""
+        order = (*self.blocks, *self.rows, *self.columns)
+        x = stack.reshape([shape[axis] for axis in order])
+        return x.transpose([order.index(axis) for axis in range(len(shape))])
+
+
+def guess_matrices(params: Any) -> list[MatrixAxes | None]:
+    """The axes of each parameter; None for one that is no matrix of a hidden layer.
+
+    Vectors, biases, norms, embeddings, heads and routers are none, see `swjax.KEPT_IN_LLMS`. The axes of a
+    stack are those that Flax's metadata calls "layers" or "experts"; without metadata it is the axis before
+    the matrix. Attention's kernels of three axes are matrices [width, heads * head], by their names in Flax,
+    MaxText, Gemma and tunix. Prints once what is guessed of kernels with more than two axes.
+
+    Args:
+      params: tree of arrays, or of Flax's variables or boxes.
+
+    >>> guess_matrices({"mlp": {"kernel": jax.numpy.ones((3, 4, 5))}, "norm": jax.numpy.ones(3)})
+    swjax guesses matrices: mlp/kernel (3, 4, 5) is 3 of 4 x 5
+    [MatrixAxes(blocks=(0,), rows=(1,), columns=(2,)), None]
+    """
+    found: list[MatrixAxes | None] = []
+    guesses: dict[str, None] = {}  # an ordered set
+    has_names = lambda leaf: hasattr(leaf, "get_metadata") or hasattr(leaf, "names")
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=has_names):
+        arrays = jax.tree.leaves(leaf)
+        if len(arrays) != 1:
+            found += [None] * len(arrays)
+            continue
+        name, shape = path_name(path), arrays[0].shape
+        axes = _axes_of(name, shape, _names(leaf))
+        found.append(axes)
+        if axes is not None and len(shape) > 2:
+            *blocks, m, n = jax.eval_shape(axes.as_stack, arrays[0]).shape
+            of = f"{' x '.join(map(str, blocks))} of " if blocks else ""
+            guesses[f"{re.sub(r'(?<![^/])[0-9]+(?=/)', '*', name)} {shape} is {of}{m} x {n}"] = None
+    if guesses:
+        _print_once("swjax guesses matrices: " + "; ".join(guesses))
+    return found
+
+
+def _names(leaf: Any) -> Sequence[Any]:
+    """The names of the axes in Flax's metadata; () if there are none."""
+    if hasattr(leaf, "get_metadata"):
+        return leaf.get_metadata("out_sharding", None) or ()
+    return getattr(leaf, "names", ())
+
+
+def _axes_of(name: str, shape: tuple[int, ...], names: Sequence[Any]) -> MatrixAxes | None:
+    ndim = len(shape)
+    if ndim < 2 or kept_kind(name) or re.fullmatch(r"(.*/)?(bias|scale)", name):
+        return None
+    blocks = (
+        tuple(i for i, axis in enumerate(names) if axis in _STACKS) if len(names) == ndim else ()
+    )
+    rest = [axis for axis in range(ndim) if axis not in blocks]
+    known = [kinds for end, kinds in _FAMILIES.items() if re.search(rf"(^|/){end}$", name)]
+    kinds = known[0] if known and len(rest) >= len(known[0]) else "rc"
+    if len(rest) - len(kinds) > 1 or len(rest) < 2:  # a convolution, or a stack of vectors
+        return None
+    kinds = kinds.rjust(len(rest), "b")
+    of = lambda kind: tuple(axis for axis, each in zip(rest, kinds) if each == kind)
+    axes = MatrixAxes(tuple(sorted((*blocks, *of("b")))), of("r"), of("c"))
+    sizes = (math.prod(shape[axis] for axis in side) for side in axes[1:])
+    return None if 1 in sizes else axes
+
+
+@cache
+def _print_once(message: str) -> None:
+    print(message)

@@ -1,0 +1,179 @@
+"""Models of published projects, small, unedited and in float32, with the environment that each needs."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from swjax import KEPT_IN_LLMS
+
+# {environment: what pip installs}
+ENVIRONMENTS = {
+    "tunix": [
+        *("jax==0.12.0.1", "flax==0.12.12", "google-tunix==0.1.7", "qwix==0.1.8", "gemma==4.0.1"),
+        *("dm-haiku==0.0.17", "penzai==0.2.5", "equimo==2.7.0"),
+    ],
+    "huggingface": ["jax==0.12.0.1", "flax==0.12.12", "transformers==4.57.1", "diffusers==0.35.2"],
+    "levanter": ["jax==0.10.2", "marin-levanter==0.2.227.dev40316220070"],
+}
+
+TOKENS = jax.random.randint(jax.random.key(0), (4, 16), 0, 64)
+
+
+class Case(NamedTuple):
+    """A model as a function.
+
+    Attributes:
+      apply: a function of the parameters and the inputs; it returns logits or other floats.
+      params: the parameters, with the structure of the project.
+      inputs: arrays; the first are tokens [b, t] of a language model, or floats.
+      rules: of `swjax.quantized`.
+    """
+
+    apply: Callable[..., jax.Array]
+    params: Any
+    inputs: tuple[jax.Array, ...]
+    rules: str | Mapping[str, str] = "llm"
+
+
+class Project(NamedTuple):
+    """How a project's model is made: in which environment, and of which package of it."""
+
+    make: Callable[[], Case]
+    environment: str
+    package: str
+
+
+SIZES = dict(num_layers=2, vocab_size=64, embed_dim=32, hidden_dim=64, num_heads=4, head_dim=8)
+SIZES |= dict(num_kv_heads=2)
+
+
+# --- tunix --------------------------------------------------------------------------------------------
+
+
+def _tunix(model, rules="llm") -> Case:
+    from flax import nnx
+
+    graph, state = nnx.split(model)
+    positions = jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
+    mask = jnp.tril(jnp.ones((TOKENS.shape[1],) * 2, bool))[None].repeat(len(TOKENS), 0)
+
+    def apply(state, tokens):
+        logits, _ = nnx.merge(graph, state)(tokens, positions, None, mask)
+        return logits
+
+    return Case(apply, state, (TOKENS,), rules)
+
+
+def _tunix_llama():
+    from flax import nnx
+    from tunix.models.llama3 import model
+
+    config = model.ModelConfig(**SIZES, rope_theta=10_000, norm_eps=1e-5, **_float32(model))
+    return model.Llama3(config, rngs=nnx.Rngs(0))
+
+
+def _float32(model) -> dict:
+    fields = {field.name for field in dataclasses.fields(model.ModelConfig)}
+    return {name: jnp.float32 for name in ("dtype", "param_dtype") if name in fields}
+
+
+def tunix_llama() -> Case:
+    return _tunix(_tunix_llama())
+
+
+def tunix_lora() -> Case:
+    """Qwix's LoRA, as tunix applies it."""
+    import qwix
+
+    provider = qwix.LoraProvider(module_path=".*q_proj|.*kv_proj|.*_proj", rank=4, alpha=8.0)
+    model = _tunix_llama()
+    return _tunix(qwix.apply_lora_to_model(model, provider, **model.get_model_input()))
+
+
+def tunix_qwen3(**experts) -> Case:
+    from flax import nnx
+    from tunix.models.qwen3 import model
+
+    sizes = SIZES | experts
+    config = model.ModelConfig(**sizes, rope_theta=10_000, norm_eps=1e-6, **_float32(model))
+    return _tunix(model.Qwen3(config, rngs=nnx.Rngs(0)))
+
+
+def tunix_moe() -> Case:
+    return tunix_qwen3(num_experts=4, num_experts_per_tok=2)
+
+
+def tunix_gemma3() -> Case:
+    from flax import nnx
+    from tunix.models.gemma3 import model
+
+    sizes = SIZES | {"num_embed": SIZES["vocab_size"], "num_kv_heads": 1} | _float32(model)
+    del sizes["vocab_size"]
+    config = dataclasses.replace(model.ModelConfig.gemma3_1b_pt(), **sizes)
+    # Keys and values are one array, and with one scale for both a norm's gradient differs by 5.5%.
+    rules = {KEPT_IN_LLMS: "standard", ".*kv_einsum.*": "switchback_q", ".*": "switchback"}
+    return _tunix(model.Gemma3(config, rngs=nnx.Rngs(0)), rules)
+
+
+# --- Hugging Face's models in Linen -------------------------------------------------------------------
+
+
+def _transformer(kind: str, **sizes) -> Case:
+    import transformers
+
+    config = getattr(transformers, f"{kind}Config")(vocab_size=64, **sizes)
+    model = getattr(transformers, f"Flax{kind}ForCausalLM")(config, seed=0)
+    return Case(lambda params, tokens: model(tokens, params=params).logits, model.params, (TOKENS,))
+
+
+LLAMA = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+LLAMA |= dict(num_key_value_heads=2, max_position_embeddings=32)
+
+
+def huggingface_llama() -> Case:
+    return _transformer("Llama", **LLAMA)
+
+
+def huggingface_mistral() -> Case:
+    return _transformer("Mistral", **LLAMA)
+
+
+def huggingface_gemma() -> Case:
+    return _transformer("Gemma", **LLAMA, head_dim=8)
+
+
+def huggingface_unet() -> Case:
+    """The denoiser of Stable Diffusion."""
+    import diffusers
+
+    unet = diffusers.FlaxUNet2DConditionModel(
+        **dict(
+            sample_size=8, block_out_channels=(32, 64), layers_per_block=1, attention_head_dim=4
+        ),
+        **dict(down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), cross_attention_dim=32),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+    )
+    text = jax.random.normal(jax.random.key(1), (4, 6, 32))
+    images = jax.random.normal(jax.random.key(2), (4, 4, 8, 8))
+    times = jnp.arange(4)
+
+    def apply(params, images):
+        return unet.apply({"params": params}, images, times, text).sample
+
+    return Case(apply, unet.init_weights(jax.random.key(0)), (images,), {".*kernel": "switchback"})
+
+
+PROJECTS = {
+    "tunix, Llama 3": Project(tunix_llama, "tunix", "google-tunix"),
+    "tunix, Llama 3 with LoRA of Qwix": Project(tunix_lora, "tunix", "qwix"),
+    "tunix, Qwen 3": Project(tunix_qwen3, "tunix", "google-tunix"),
+    "tunix, Qwen 3 with experts": Project(tunix_moe, "tunix", "google-tunix"),
+    "tunix, Gemma 3": Project(tunix_gemma3, "tunix", "google-tunix"),
+    "transformers, Llama": Project(huggingface_llama, "huggingface", "transformers"),
+    "transformers, Mistral": Project(huggingface_mistral, "huggingface", "transformers"),
+    "transformers, Gemma": Project(huggingface_gemma, "huggingface", "transformers"),
+    "diffusers, Stable Diffusion's UNet": Project(huggingface_unet, "huggingface", "diffusers"),
+}
