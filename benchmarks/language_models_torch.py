@@ -101,16 +101,17 @@ class Blocks(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Embedding, blocks and norm: tokens [b, t] -> [b, t, width] in bfloat16. Its caller applies `head`."""
+    """Embedding, blocks and norm: tokens [b, t] -> [b, t, width] in bfloat16. Its caller applies
+    `head`, the weight [vocabulary, width] of the head.
+    """
 
     def __init__(self, blocks: nn.Module, shape: Shape):
         super().__init__()
         self.embedding = nn.Embedding(shape.vocabulary, shape.width)
         nn.init.normal_(self.embedding.weight, std=shape.width**-0.5)
         self.blocks, self.norm = blocks, nn.RMSNorm(shape.width, EPSILON)
-        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
-        if shape.tied:
-            self.head.weight = self.embedding.weight
+        untied = None if shape.tied else nn.Parameter(self.embedding.weight.detach().clone())
+        self.head = self.embedding.weight if untied is None else untied
         frequencies = ROPE_BASE ** (-torch.arange(0, shape.head_width, 2) / shape.head_width)
         angles = torch.arange(shape.length)[:, None] * frequencies
         self.register_buffer("cosines", angles.cos())
@@ -193,7 +194,8 @@ ARMS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 def run_blocks(arm: str, shape: Shape, remat: bool) -> Callable[[], None]:
-    model = ARMS[arm](Blocks(shape, remat).to(DEVICE, torch.bfloat16))
+    with torch.device(DEVICE):
+        model = ARMS[arm](Blocks(shape, remat).bfloat16())
     compiled = torch.compile(model)
     size = (shape.batch, shape.length, shape.width)
     x, g = (torch.randn(size, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
@@ -208,7 +210,8 @@ def run_blocks(arm: str, shape: Shape, remat: bool) -> Callable[[], None]:
 
 
 def run_step(arm: str, shape: Shape, remat: bool) -> Callable[[], None]:
-    model = LanguageModel(ARMS[arm](Blocks(shape, remat)), shape).to(DEVICE)
+    with torch.device(DEVICE):
+        model = LanguageModel(ARMS[arm](Blocks(shape, remat)), shape)
     options = {"lr": LEARNING_RATE, "betas": (0.9, B2), "weight_decay": WEIGHT_DECAY}
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **options)
     compiled = torch.compile(model)
@@ -218,7 +221,7 @@ def run_step(arm: str, shape: Shape, remat: bool) -> Callable[[], None]:
     def run():
         with torch.autocast(DEVICE, torch.bfloat16):
             x = compiled(tokens[:, :-1])
-        loss = LinearCrossEntropy.apply(x, model.head.weight, tokens[:, 1:])
+        loss = LinearCrossEntropy.apply(x, model.head, tokens[:, 1:])
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

@@ -327,7 +327,7 @@ def _multiplies_int8(operation: str, *arrays: Any, **options: Any) -> bool:
     return operation.startswith("matmul") and jax.tree.leaves(arrays[0])[0].dtype == jnp.int8
 
 
-def warn_of_split_sums():
+def warn_of_split_sums() -> None:
     """Warns that XLA may sum small int8 products wrongly.
 
     XLA splits their sums, and its Triton code generator may then count columns twice. With jax 0.11.2 on an

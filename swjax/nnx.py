@@ -396,8 +396,8 @@ def quantize_model(
     `restore_model` undoes the change. A function that copied the model before, such as `nnx.cached_partial`,
     keeps the old layers: create it after the conversion.
 
-    Modules whose code computes ``down_proj(activation(gate_proj(x)) * up_proj(x))``, with a SiLU or GELU, run
-    as `swjax.gated_mlp` does, if a recipe applies to the three layers. `describe_model` lists them.
+    Modules whose code computes ``down(activation(gate(x)) * up(x))`` of three `nnx.Linear` without bias, with
+    a SiLU or GELU, run as `swjax.gated_mlp` does, if one recipe applies to them. `describe_model` lists them.
 
     Args:
       model: any NNX model, modified in place.
@@ -442,9 +442,8 @@ def quantize_model(
     return model
 
 
-def _gated_mlp_of(block: Any) -> Callable | None:
-    """The function (x, activation) -> y of a block's layers; None if they are not those of a gated MLP."""
-    layers: list[Any] = [getattr(block, name, None) for name in nnx_blocks.NAMES]
+def _gated_mlp_of(*layers: Any) -> Callable | None:
+    """The function (x, activation) -> y of converted layers of Flax; None if they do not fit together."""
     for layer in layers:
         if not isinstance(layer, nnx.Linear) or type(layer).__call__ is not nnx.Linear.__call__:
             return None

@@ -1,6 +1,7 @@
 """Gated MLPs in the code of other projects' NNX models, recognised by the program that they trace to."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,36 +11,45 @@ from jax import lax
 
 from swjax.linear.checks import OPERAND_DTYPES
 
-NAMES = ("gate_proj", "up_proj", "down_proj")
+Names = tuple[str, str, str]  # attributes of a block: the layers of gate, up and down
+_struct = jax.ShapeDtypeStruct
 ACTIVATIONS: dict[str, Callable] = {
     "silu": jax.nn.silu,
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": jax.nn.gelu,
 }
-# From a block to the function (x, activation) -> y of its layers; to None if it has no such layers.
-Layers = Callable[[Any], Callable[[jax.Array, str], Any] | None]
+# From gate, up and down to the function (x, activation) -> y of all three; to None if they do not fit.
+Together = Callable[[Any, Any, Any], Callable[[jax.Array, str], Any] | None]
 
 
-def fuse(block: Any, layers_of: Layers) -> None:
-    """Lets a gated MLP share memory passes, in place, if it is one.
+def fuse(block: Any, together: Together) -> None:
+    """Lets a gated MLP share memory passes, in place, if the block is one.
 
     Its class becomes a subclass that computes the layers together. Each call checks again that the code of
     the block traces to a gated MLP, for the given input and in the current context, and calls that code if it
     does not.
 
     Args:
-      block: any module.
-      layers_of: a function that returns how to compute the layers of a block.
+      block: any module; a gated MLP has three linear layers.
+      together: a function that returns how to compute the layers.
     """
-    if is_fused(block) or layers_of(block) is None:
+    linears = [name for name, value in vars(block).items() if isinstance(value, nnx.Linear)]
+    if is_fused(block) or len(linears) != 3:
         return
     kind: Any = type(block)
-    state, layer = nnx.state(block), block.gate_proj
-    one_layer = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[-2:], a.dtype), state)
-    dtype = layer.dtype or layer.kernel.dtype
-    x = jax.ShapeDtypeStruct((1, 1, layer.kernel.shape[-2]), dtype)
-    if gated_activation(kind.__call__, nnx.graphdef(block), one_layer, x):
-        object.__setattr__(block, "__class__", _fused_class(kind, layers_of))
+    state = jax.eval_shape(lambda state: state, nnx.state(block))
+    one_layer = jax.tree.map(lambda a: _struct(a.shape[-2:], a.dtype), state)
+    for names in itertools.permutations(linears):
+        layers = gate, up, down = [getattr(block, name) for name in names]
+        if not together(*layers):
+            continue
+        *_, k, h = gate.kernel.shape
+        if up.kernel.shape[-2:] != (k, h) or down.kernel.shape[-2] != h:
+            continue
+        x = _struct((1, 1, k), gate.dtype or gate.kernel.dtype)
+        if gated_activation(names, kind.__call__, nnx.graphdef(block), one_layer, x):
+            object.__setattr__(block, "__class__", _fused_class(kind, names, together))
+            return
 
 
 def is_fused(block: nnx.Module) -> bool:
@@ -54,11 +64,13 @@ def restore(block: Any) -> None:
 
 
 @functools.cache  # equal graphs share compiled functions
-def _fused_class(kind: Any, layers_of: Layers) -> type:
+def _fused_class(kind: Any, names: Names, together: Together) -> type:
     def __call__(self, *args, **kwargs):
-        if len(args) == 1 and hasattr(args[0], "dtype") and not kwargs and (run := layers_of(self)):
-            activation = gated_activation(kind.__call__, *nnx.split(self), args[0])
-            if activation and args[0].dtype in OPERAND_DTYPES:
+        run = together(*(getattr(self, name) for name in names))
+        dtype = getattr(args[0], "dtype", None) if len(args) == 1 and not kwargs else None
+        if run and dtype in OPERAND_DTYPES:
+            activation = gated_activation(names, kind.__call__, *nnx.split(self), args[0])
+            if activation:
                 return run(args[0], activation)
         return kind.__call__(self, *args, **kwargs)
 
@@ -70,15 +82,20 @@ def _fused_class(kind: Any, layers_of: Layers) -> type:
 
 
 def gated_activation(
-    code: Callable, graphdef: nnx.GraphDef, state: Any, x: jax.Array | jax.ShapeDtypeStruct
+    names: Names,
+    code: Callable,
+    graphdef: nnx.GraphDef,
+    state: Any,
+    x: jax.Array | jax.ShapeDtypeStruct,
 ) -> str | None:
-    """The activation, if ``code(block, x)`` is ``down_proj(activation(gate_proj(x)) * up_proj(x))``.
+    """The activation, if ``code(block, x)`` is ``down(activation(gate(x)) * up(x))``; else None.
 
     Both are traced, with Flax's own products, and their programs are compared. The code may order independent
     operations and the factors of products as it likes. Anything else, such as a dropout, a sharding
-    constraint or an effect, makes it another program.
+    constraint or a value that the block stores, makes it another program.
 
     Args:
+      names: the attributes gate, up and down of the block.
       code: the `__call__` of a block.
       graphdef, state: the block; shapes suffice as the state.
       x: input of the block, or its shape.
@@ -87,9 +104,9 @@ def gated_activation(
     def expression(call):
         def run(state, x):
             block: Any = nnx.merge(graphdef, state)
-            for name in NAMES:
+            for name in names:
                 getattr(block, name).dot_general = lax.dot_general
-            return call(block, x)
+            return call(block, x), nnx.state(block)  # which the code may change
 
         return _expression(jax.make_jaxpr(run)(state, x))
 
@@ -97,12 +114,18 @@ def gated_activation(
         given = expression(code)
     except Exception:  # code that cannot run like this says so when it is called
         return None
+    if given is None:
+        return None
 
-    def of(activation):
-        return lambda block, x: block.down_proj(activation(block.gate_proj(x)) * block.up_proj(x))
+    def formula(activation):
+        def run(block, x):
+            gate, up, down = (getattr(block, name) for name in names)
+            return down(activation(gate(x)) * up(x))
 
-    names = (name for name, function in ACTIVATIONS.items() if expression(of(function)) == given)
-    return next(names, None)
+        return expression(run)
+
+    known = (name for name, function in ACTIVATIONS.items() if formula(function) == given)
+    return next(known, None)
 
 
 def _expression(program: Any) -> tuple | None:

@@ -12,6 +12,7 @@ from flax import nnx
 import swjax
 import swjax.linen
 import swjax.nnx
+import swjax.serving
 from swjax import nnx_blocks
 from swjax.kernels import dispatch
 from swjax.recipes import RECIPES, Product, Quantizer, Recipe
@@ -403,14 +404,29 @@ class GatedMLP(nnx.Module):
 
 
 class InAnotherOrder(GatedMLP):
+    """With the activation of the layer that is named up_proj."""
+
     def block(self, x):
-        up, gate = self.up_proj(x), self.gate_proj(x)
-        return self.down_proj(up * nnx.gelu(gate))
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        return self.down_proj(gate * nnx.gelu(up))
 
 
 class WithoutActivation(GatedMLP):
     def block(self, x):
         return self.down_proj(self.gate_proj(x) * self.up_proj(x))
+
+
+class Sowing(GatedMLP):
+    def block(self, x):
+        gate = nnx.silu(self.gate_proj(x))
+        self.sow(nnx.Intermediate, "gate", gate)
+        return self.down_proj(gate * self.up_proj(x))
+
+
+class Dropping(GatedMLP):
+    def block(self, x):
+        y = super().block(x)
+        return y * jax.random.bernoulli(jax.random.key(0), 0.5, y.shape).astype(y.dtype)
 
 
 def operations(model, x):
@@ -447,11 +463,25 @@ def test_gated_mlps_of_other_projects_are_recognised(kind):
 
 @pytest.mark.parametrize(
     "make",
-    [WithoutActivation, partial(GatedMLP, use_bias=True), lambda rngs: nnx.Dict(gate_proj=None)],
+    [
+        WithoutActivation,
+        Sowing,
+        Dropping,
+        partial(GatedMLP, use_bias=True),
+        lambda rngs: nnx.Dict(gate_proj=None),
+    ],
 )
 def test_other_blocks_are_not(make):
     model = nnx.Dict(mlp=make(nnx.Rngs(0)), head=nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
     assert not swjax.nnx.describe_model(swjax.nnx.quantize_model(model, {".*": "switchback"})).fused
+
+
+def test_prequantized_gated_mlps_run_layer_by_layer():
+    model = swjax.nnx.quantize_model(nnx.Dict(mlp=GatedMLP(nnx.Rngs(0))), {".*": "switchback"})
+    want = model.mlp(X)
+    swjax.nnx.quantize_model(swjax.serving.prequantize(model), {".*": "switchback"})
+    assert "gated" not in operations(model.mlp, X)
+    np.testing.assert_allclose(model.mlp(X), want, rtol=1e-4, atol=1e-5)
 
 
 def test_stacks_of_gated_mlps_are_recognised():

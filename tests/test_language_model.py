@@ -6,6 +6,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
+from thinning import first
 
 from examples.language_model import train
 from examples.language_model.model import SIZES, Config
@@ -23,7 +24,7 @@ def start(tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
 
     def main(workdir, corpus="corpus", *flags):
-        small = ["--steps=4", "--batch=2", "--length=8", "--recipe=switchback"]
+        small = ["--steps=4", "--batch=2", "--length=8"]
         folders = [f"--workdir={tmp_path / workdir}", f"--corpus={tmp_path / corpus}"]
         with jax.numpy_dtype_promotion("standard"):  # as in a program
             return train.main([*small, *folders, *flags])
@@ -31,7 +32,8 @@ def start(tmp_path, monkeypatch):
     return main
 
 
-def test_a_run_continues_to_the_same_bits(start, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("recipe", first(("standard", "switchback")))
+def test_a_run_continues_to_the_same_bits(start, recipe, tmp_path, monkeypatch, capsys):
     """The second run finds what the first had stored after two of four steps."""
     record = train.Run.record
 
@@ -43,9 +45,10 @@ def test_a_run_continues_to_the_same_bits(start, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(train, "LINES", 2)
     with monkeypatch.context() as patch:
         patch.setattr(train.Run, "record", record_and_copy)
-        whole = start("whole")
+        patch.setattr(train, "sample", lambda *_: "")
+        whole = start("whole", "corpus", f"--recipe={recipe}")
     capsys.readouterr()
-    jax.tree.map(np.testing.assert_array_equal, start("run"), whole)
+    jax.tree.map(np.testing.assert_array_equal, start("run", "corpus", f"--recipe={recipe}"), whole)
     told = capsys.readouterr().out
     assert told.startswith("step 4 of 4  loss ") and "--- b'def ', and what the model" in told
     rows = [
@@ -72,7 +75,7 @@ def test_a_run_continues_to_the_same_bits(start, tmp_path, monkeypatch, capsys):
 def test_what_cannot_be_done_is_told_in_one_line(start, tmp_path, capsys, flags, told):
     run = tmp_path / "run"
     run.mkdir()
-    settings = {"size": "tiny", "recipe": "switchback", "steps": 4, "batch": 2, "length": 8}
+    settings = {"size": "tiny", "recipe": "standard", "steps": 4, "batch": 2, "length": 8}
     (run / "config.json").write_text(
         json.dumps(settings | {"rate": 4e-3, "seed": 0, "corpus": "stored"})
     )

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from swjax import recipes
 from swjax.linear.api import switchback
 from swjax.linear.layouts import Layout
 from swjax.recipes import Recipe
@@ -68,7 +69,8 @@ def linear_cross_entropy(
     chunks = tuple(_split(count, a, axis=labels.ndim - 1) for a in (x, labels, where))
     options: dict[str, Any] = {"recipe": recipe, "implementation": implementation, "layout": layout}
     product = partial(switchback, out_dtype=logits_dtype, **options)
-    return _mean(product, chunks[0], w, *chunks[1:])
+    is_quantized = recipes.get(recipe) != Recipe()
+    return _mean((product, is_quantized), chunks[0], w, *chunks[1:])
 
 
 def _check(x, labels, where, chunk) -> None:
@@ -97,23 +99,29 @@ def _split(count: int, x: jax.Array, axis: int) -> jax.Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mean(product: Callable, x, w, labels, where) -> jax.Array:
+def _mean(how: tuple[Callable, bool], x, w, labels, where) -> jax.Array:
+    product, read = how[0], _read(how, x, w)
+
     def step(loss, chunk):
         x, labels, where = chunk
-        losses, _ = _losses(product(x, w), labels, where)
+        losses, _ = _losses(product(x, read), labels, where)
         return loss + jnp.sum(losses), None
 
     return jax.lax.scan(step, jnp.float32(0), (x, labels, where))[0] / _count(where)
 
 
-def _forward(product, x, w, labels, where):
+def _forward(how, x, w, labels, where):
+    product, read = how[0], _read(how, x, w)
+
     def step(carry, chunk):
         loss, dw = carry
         x, labels, where = chunk
-        logits, pull = jax.vjp(product, x, w)
+        logits, pull_x = jax.vjp(lambda x: product(x, read), x)
         losses, d_logits = _losses(logits, labels, where)
-        d_logits = jnp.where(where[..., None], d_logits, 0)
-        dx, d_chunk = pull(d_logits.astype(logits.dtype))
+        d_logits = jnp.where(where[..., None], d_logits, 0).astype(logits.dtype)
+        # Nothing reads this product, so it is not computed. The gradient has the dtype of w.
+        _, pull_w = jax.vjp(lambda w: product(x, w), w)
+        (dx,), (d_chunk,) = pull_x(d_logits), pull_w(d_logits)
         return (loss + jnp.sum(losses), dw + d_chunk.astype(jnp.float32)), dx
 
     start = jnp.float32(0), jnp.zeros_like(w, jnp.float32)
@@ -122,13 +130,18 @@ def _forward(product, x, w, labels, where):
     return loss / count, (dx, dw.astype(w.dtype), count)
 
 
-def _backward(product, residuals, g):
+def _backward(how, residuals, g):
     *gradients, count = residuals  # of the sum of the losses, so that float16 does not underflow
     dx, dw = ((g / count * d.astype(jnp.float32)).astype(d.dtype) for d in gradients)
     return dx, dw, None, None
 
 
 _mean.defvjp(_forward, _backward)
+
+
+def _read(how, x, w) -> jax.Array:
+    """The w that all chunks multiply. Without quantization it is rounded once instead of in each chunk."""
+    return w if how[1] else w.astype(x.dtype)
 
 
 def _losses(logits, labels, where) -> tuple[jax.Array, jax.Array]:
