@@ -6,7 +6,7 @@ from typing import Any, overload
 
 import jax
 from flax import linen, nnx
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from swjax import nnx_blocks
@@ -671,6 +671,8 @@ def _spec(kernel: nnx.Variable) -> P | None:
         return nnx.get_partition_spec(kernel).get_value()
     sharding = getattr(kernel.get_value(), "sharding", None)  # tracers have none
     if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
+        return None
+    if AxisType.Explicit in sharding.mesh.axis_types:  # types show it
         return None
     # With other names it is unknown which axes shard tokens.
     known = {axis for axes in TOKENS for axis in axes} & {*sharding.mesh.axis_names}
