@@ -1,5 +1,6 @@
 """Gated MLPs in the code of other projects' NNX models, recognised by the program that they trace to."""
 
+import copyreg
 import functools
 import itertools
 from collections.abc import Callable
@@ -75,7 +76,21 @@ def _fused_class(kind: Any, names: Names, together: Together) -> type:
         return kind.__call__(self, *args, **kwargs)
 
     members = {"__call__": __call__, "__module__": kind.__module__, "_unfused_class": kind}
-    return type(kind.__name__, (kind,), members)
+    fused = _metaclass(kind.__class__)(kind.__name__, (kind,), members)
+    fused._made_from = kind, names, together
+    return fused
+
+
+def _reduced(fused: Any) -> tuple:
+    return _fused_class, fused._made_from
+
+
+@functools.cache
+def _metaclass(metaclass: Any) -> Any:
+    """A metaclass whose classes, which no module contains, can be pickled."""
+    pickled = type(metaclass.__name__, (metaclass,), {})
+    copyreg.pickle(pickled, _reduced)
+    return pickled
 
 
 # --- recognition --------------------------------------------------------------------------------------

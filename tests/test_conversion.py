@@ -1,5 +1,7 @@
 """The description of a conversion, and its undoing."""
 
+import copy
+import pickle
 from functools import partial
 
 import jax
@@ -482,6 +484,15 @@ def test_prequantized_gated_mlps_run_layer_by_layer():
     swjax.nnx.quantize_model(swjax.serving.prequantize(model), {".*": "switchback"})
     assert "gated" not in operations(model.mlp, X)
     np.testing.assert_allclose(model.mlp(X), want, rtol=1e-4, atol=1e-5)
+
+
+def test_recognised_blocks_are_pickled_and_copied():
+    model = swjax.nnx.quantize_model(GatedMLP(nnx.Rngs(0)), {".*": "switchback"})
+    graphdef, state = nnx.split(model)
+    copies = pickle.loads(pickle.dumps(model)), copy.deepcopy(model), nnx.clone(model)
+    for each in (*copies, nnx.merge(pickle.loads(pickle.dumps(graphdef)), state)):
+        assert type(each) is type(model)
+        np.testing.assert_array_equal(each(X), model(X))
 
 
 def test_stacks_of_gated_mlps_are_recognised():
