@@ -100,7 +100,8 @@ class Product:
                 "Product multiplies int8 with int8, or fp8 with fp8, "
                 f"got {self.lhs.dtype} and {self.rhs.dtype}"
             )
-        if self.lhs.rotation != self.rhs.rotation:
+        rotations = {q.rotation for q in (self.lhs, self.rhs) if q.scope != "block"}
+        if len(rotations) > 1:
             raise ValueError(
                 "Product needs the same rotation for both operands, "
                 f"got {self.lhs.rotation} and {self.rhs.rotation}"

@@ -156,7 +156,7 @@ ROW = Quantizer("int8", "row")
             lambda: Quantizer("int8", "block"),
             "at most 131072, got rotation=1 and block=0",
         ),
-        (lambda: Quantizer("int8", "block", 1024, 48), "rotation=48"),
+        (lambda: Quantizer("int8", "block", 1024, 48), "rotation must be one of .* got 48"),
         (lambda: Quantizer("int8", "block", 100, 8), "rotation=8 and block=100"),
         (
             lambda: Quantizer("int8", "block", 2**18),
