@@ -19,8 +19,9 @@ dw                reduce-scattered                  stays sharded
 An axis that shards only tokens, "data", adds only the all-reduce of dw and of the bias gradient. Scales equal
 those on one device, because absolute maxima are taken over all devices. Quantized values and unsharded
 products are therefore the same as on one device, with three exceptions. The block quantizer of a weight
-gradient uses blocks of each device's own tokens. A rotation mixes features of one device. A kernel that adds the input gradients of several layers
-rounds once, and may be chosen for one device's rows but not for all rows.
+gradient uses blocks of each device's own tokens. A rotation mixes features of one device. A kernel that adds
+the input gradients of several layers rounds once, and may be chosen for one device's rows but not for all
+rows.
 """
 
 from collections.abc import Callable
