@@ -6,6 +6,7 @@ import zlib
 
 import numpy as np
 import pytest
+import torch_peers
 from photographs import encoded, photograph
 from PIL import Image
 
@@ -333,7 +334,7 @@ def test_formats_that_run_programs_are_not_read():
 
 def test_random_resized_crop_is_torchvisions():
     """Crops of the same rectangles equal torchvision's with Pillow, which open_clip uses."""
-    pytest.importorskip("torchvision", reason="needs torchvision to compare with")
+    torch_peers.torch_and_torchvision()
     from torchvision.transforms import InterpolationMode
     from torchvision.transforms.functional import resized_crop
 
@@ -352,8 +353,8 @@ def test_random_resized_crop_is_torchvisions():
 
 
 def test_random_boxes_are_distributed_as_torchvisions():
-    torch = pytest.importorskip("torch", reason="needs torchvision to compare with")
-    transforms = pytest.importorskip("torchvision.transforms", reason="needs torchvision")
+    torch, torchvision = torch_peers.torch_and_torchvision().values()
+    transforms = torchvision.transforms
     rng, image = np.random.default_rng(0), Image.new("RGB", (400, 300))
     torch.manual_seed(0)
     ours, theirs = [], []

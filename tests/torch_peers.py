@@ -17,11 +17,7 @@ def load() -> types.SimpleNamespace:
     """Returns the modules torch, torchvision, open_clip and transformers by name."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        try:
-            import torch
-        except ModuleNotFoundError:
-            pytest.skip(INSTALL, allow_module_level=True)
-        found = {"torch": torch, "torchvision": _torchvision(torch)}
+        found = torch_and_torchvision()
         # transformers imports a package named kernels if there is one, and would find the checkout's.
         sys.modules.setdefault("kernels", None)
         try:
@@ -29,16 +25,20 @@ def load() -> types.SimpleNamespace:
                 found[name] = importlib.import_module(name)  # the last is imported lazily
         except ModuleNotFoundError as error:
             pytest.skip(f"{INSTALL} ({error})", allow_module_level=True)
-    torch.set_num_threads(1)  # the tensors are small
+    found["torch"].set_num_threads(1)  # the tensors are small
     return types.SimpleNamespace(**found)
 
 
-def _torchvision(torch):
-    """Imports torchvision without its compiled operators.
+def torch_and_torchvision() -> dict[str, types.ModuleType]:
+    """Imports both, torchvision without its compiled operators.
 
     Those of the wheel for CUDA do not load with a PyTorch for CPUs, and registering them fails. The tests use
     none of them.
     """
+    try:
+        import torch
+    except ModuleNotFoundError:
+        pytest.skip(INSTALL, allow_module_level=True)
     describe = torch.library.register_fake
     try:
         torch.library.register_fake = lambda name, *args, **kwargs: lambda function: function
@@ -47,4 +47,4 @@ def _torchvision(torch):
         pytest.skip(f"{INSTALL} ({error})", allow_module_level=True)
     finally:
         torch.library.register_fake = describe
-    return torchvision
+    return {"torch": torch, "torchvision": torchvision}
