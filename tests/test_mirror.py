@@ -78,6 +78,7 @@ def test_another_machine_goes_on_bit_for_bit(run, address, reference, micro, cap
     assert here == {name: data for name, data in there.items() if name != INDEX}
 
 
+@pytest.mark.release
 @ONE_ADDRESS
 def test_a_finished_run_is_finished_elsewhere(run, address, reference, capsys):
     Mirror(address, reference[1]).push()

@@ -250,6 +250,7 @@ def test_a_step_that_is_none(run):
         replay.replay(run, 7)
 
 
+@pytest.mark.release
 def test_a_run_that_goes_on_with_another(run, micro, tmp_path):
     """Steps of a run that continues another are replayed from that run's checkpoints."""
     config = micro(checkpoint__resume=str(run))
