@@ -154,7 +154,7 @@ def draw_steps(figure) -> None:
 
 
 def draw_language_models(figure) -> None:
-    """Draws the speed of language models' blocks, forward and backward, beside PyTorch and torchao."""
+    """Draws the tokens per second of blocks of Llama in PyTorch, torchao, Flax and swjax."""
     rows = [r for f in ("", "_torch") for r in read(f"language_models{f}_h200")["rows"]]
     rates = {(row["model"], row["arm"]): row["tokens_per_second"] for row in rows}
     figure.set_size_inches(7.2, 4.2)

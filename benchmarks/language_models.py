@@ -18,13 +18,11 @@ the backward pass. Each row is written as soon as it is measured, and none start
 the speed-up over "flax" in the same run.
 """
 
-import argparse
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -42,13 +40,12 @@ from benchmarks.language_models_flax import (
 )
 from benchmarks.language_models_shapes import (
     B2,
-    KINDS,
     LEARNING_RATE,
     MEASURED,
-    MODELS,
     SHAPES,
     WEIGHT_DECAY,
     Shape,
+    parse,
 )
 from swjax.diagnostics import device_time
 from swjax.models import sharding
@@ -81,7 +78,7 @@ class Case(NamedTuple):
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parse(argv)
+    args = parse(argv, ARMS)
     records = timing.Records(args.out, args.seconds)
     for case in cases(args):
         if records.seconds_left < 0:
@@ -92,18 +89,6 @@ def main(argv: list[str] | None = None) -> int:
             records.add(**case.row, error=f"{type(error).__name__}: {str(error)[:300]}")
     print("\n" + timing.table(records.rows, COLUMNS))
     return 0
-
-
-def parse(argv):
-    parser = argparse.ArgumentParser(description="Times language models; see the top of the file.")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=MEASURED)
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
-    parser.add_argument("--batch", type=int, help="sequences, in place of each shape's")
-    parser.add_argument("--remat", action="store_true", help="recompute each block's forward pass")
-    parser.add_argument("--seconds", type=float, default=540, help="no case starts after this")
-    parser.add_argument("--out", type=Path, help="JSON file, rewritten after every row")
-    return parser.parse_args(argv)
 
 
 def cases(args):

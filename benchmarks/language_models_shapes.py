@@ -3,6 +3,9 @@
 PyTorch's process imports this file too, so it uses the standard library only.
 """
 
+import argparse
+from collections.abc import Iterable
+from pathlib import Path
 from typing import NamedTuple
 
 
@@ -75,3 +78,16 @@ MEASURED = MODELS[:-1]  # all but "tiny"
 CHUNK = 512  # positions of each sequence whose logits exist at a time
 EPSILON, ROPE_BASE = 1e-6, 5e5
 LEARNING_RATE, B2, WEIGHT_DECAY = 3e-4, 0.95, 0.1  # of AdamW
+
+
+def parse(argv: list[str] | None, arms: Iterable[str]) -> argparse.Namespace:
+    """The flags of either program, which has these arms."""
+    parser = argparse.ArgumentParser(description="Times language models; see the top of the file.")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MEASURED)
+    parser.add_argument("--arms", nargs="+", choices=arms, default=list(arms))
+    parser.add_argument("--batch", type=int, help="sequences, in place of each shape's")
+    parser.add_argument("--remat", action="store_true", help="recompute each block's forward pass")
+    parser.add_argument("--seconds", type=float, default=540, help="no case starts after this")
+    parser.add_argument("--out", type=Path, help="JSON file, rewritten after every row")
+    return parser.parse_args(argv)

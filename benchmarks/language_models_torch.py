@@ -11,7 +11,6 @@ mixed-precision training with all three products in int8; "int8_wgrad16" has 16-
 are wall-clock times over consecutive calls, the median of REPEATS; memory is PyTorch's peak.
 """
 
-import argparse
 import contextlib
 import datetime
 import importlib.metadata
@@ -37,14 +36,12 @@ from benchmarks.language_models_shapes import (  # noqa: E402
     B2,
     CHUNK,
     EPSILON,
-    KINDS,
     LEARNING_RATE,
-    MEASURED,
-    MODELS,
     ROPE_BASE,
     SHAPES,
     WEIGHT_DECAY,
     Shape,
+    parse,
 )
 
 REPEATS, CALLS = 3, 10
@@ -154,11 +151,11 @@ class LinearCrossEntropy(torch.autograd.Function):
 @torch.compile(dynamic=False)
 def chunk_loss(logits, labels, count: int):
     """The sum of the losses over `count`, and its gradient by the logits, in their dtype."""
-    wide = logits.float()
-    lse = torch.logsumexp(wide, -1, keepdim=True)
-    match = labels[:, None] == torch.arange(wide.shape[-1], device=wide.device)
-    loss = (lse[:, 0] - torch.where(match, wide, 0.0).sum(-1)).sum() / count
-    return loss, (((wide - lse).exp() - match.float()) / count).to(logits.dtype)
+    exact = logits.float()
+    lse = torch.logsumexp(exact, -1, keepdim=True)
+    match = labels[:, None] == torch.arange(exact.shape[-1], device=exact.device)
+    loss = (lse[:, 0] - torch.where(match, exact, 0.0).sum(-1)).sum() / count
+    return loss, (((exact - lse).exp() - match.float()) / count).to(logits.dtype)
 
 
 # --- arms: functions that convert blocks ----------------------------------------------------------------
@@ -233,7 +230,7 @@ def run_step(arm: str, shape: Shape, remat: bool) -> Callable[[], None]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parse(argv)
+    args = parse(argv, ARMS)
     result, deadline = machine() | {"rows": []}, time.monotonic() + args.seconds
     for kind, model, arm in itertools.product(args.kinds, args.models, args.arms):
         shape = SHAPES[kind].get(model)
@@ -252,18 +249,6 @@ def main(argv: list[str] | None = None) -> int:
             args.out.parent.mkdir(parents=True, exist_ok=True)
             args.out.write_text(json.dumps(result, indent=1) + "\n")
     return 0
-
-
-def parse(argv):
-    parser = argparse.ArgumentParser(description="Times language models; see the top of the file.")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=MEASURED)
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
-    parser.add_argument("--batch", type=int, help="sequences, in place of each shape's")
-    parser.add_argument("--remat", action="store_true", help="recompute each block's forward pass")
-    parser.add_argument("--seconds", type=float, default=540, help="no case starts after this")
-    parser.add_argument("--out", type=Path, help="JSON file, rewritten after every row")
-    return parser.parse_args(argv)
 
 
 def measure(prepare: Callable, arm: str, shape: Shape, remat: bool) -> dict:

@@ -60,7 +60,7 @@ def _quantize_rotated_kernel(
 def quantize_rotated(
     x: jax.Array, dtype: str = "int8", *, rotation: int, tile: tiles.RowTile | None = None
 ) -> QTensor:
-    """`reference.quantize_rotated`; XLA rotates rows in float32, wide rows, and small groups."""
+    """`reference.quantize_rotated`. XLA rotates float32 rows, very long rows, and small groups."""
     width = x.shape[-1]
     if x.dtype == jnp.float32 or width > tiles.WIDEST_ROW or rotation < LEAST_ROTATION:
         return quantize(rotate_features(x, rotation), dtype=dtype)
