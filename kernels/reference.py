@@ -37,6 +37,7 @@ from swjax.kernels.quantizers.reference import (
     quantize_by,
 )
 from swjax.kernels.rotations.reference import quantize_rotated, rotate_features
+from swjax.kernels.symmetric.reference import symmetric_product
 from swjax.kernels.weight_gradients.reference import weight_gradient, weight_gradient_group
 
 __all__ = [
@@ -70,6 +71,7 @@ __all__ = [
     "rotate_features",
     "round_to_fp8",
     "scale_of",
+    "symmetric_product",
     "weight_gradient",
     "weight_gradient_group",
 ]
