@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from swjax.kernels import dispatch
+from swjax.kernels.symmetric.reference import rounded
 
 Reshard = Callable[[jax.Array], jax.Array]
 
@@ -43,7 +44,7 @@ _GRAM_SCALE = 2.0**10
 _ITERATE_SCALE = 2.0**6
 
 # Steps on one Gram matrix, in turn; the last number repeats. A Gram matrix squares the condition, and its
-# error grows with each step on it: benchmarks/notes/accuracy.md, "Gram matrices of Muon".
+# error grows with each step on it: see "Gram matrices of Muon" in benchmarks/notes/accuracy.md.
 _SEGMENTS = {"float16": (2, 3)}
 _OTHER_SEGMENTS = (2,)
 
@@ -150,7 +151,7 @@ def _with_unit_elements(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     if not x.size:
         return x.astype(dtype)
     largest = jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True)
-    return (x / jnp.where(largest > 0, largest, 1)).astype(dtype)
+    return rounded(x / jnp.where(largest > 0, largest, 1), dtype)
 
 
 # Compiled, because the constraints of `_resharding` need jax.jit.
@@ -180,8 +181,8 @@ def iterate(x: jax.Array, table: jax.Array, implementation: str | None = None) -
     """Newton-Schulz iterations X <- (a + b G + c G²) X with the Gram matrix G of the short side of X.
 
     With P = a + b G + c G², the Gram matrix of P X is P G P. So several steps need no product with X but one
-    with Q, the product of their polynomials. All these matrices are symmetric and commute, so their products
-    are symmetric too.
+    with Q, the product of their polynomials. P, Q and G are symmetric, and commute. One rounded P enters both
+    Q and G, so that G stays the Gram matrix of Q X: the rounding of P exceeds small eigenvalues of G.
 
     Args:
       x: [batch, m, n], with elements of at most 1.
@@ -221,8 +222,10 @@ def iterate(x: jax.Array, table: jax.Array, implementation: str | None = None) -
             else:
                 q = symmetric(q, p)
             if not is_last:
-                gram = symmetric(symmetric(gram, p), p)
-        x = jnp.einsum(times_x, q, x, preferred_element_type=x.dtype)
+                # Not symmetric: its rounding errors, made symmetric, would exceed small eigenvalues.
+                p_gram = jnp.einsum("bij,bjk->bik", p, gram, preferred_element_type=x.dtype)
+                gram = symmetric(p, rounded(p_gram, x.dtype))
+        x = rounded(jnp.einsum(times_x, q, x, preferred_element_type=x.dtype), x.dtype)
     return x
 
 
