@@ -169,10 +169,10 @@ def _orthogonalize(
     # On an explicit mesh, JAX refuses products along a sharded axis, also of one device.
     spec = _without_single_devices(given)
     x = x if spec == given.spec else jax.reshard(x, spec)
-    replicate, shard, restore = _resharding(x)
-    x = shard(replicate(x).reshape(-1, *shape[-2:]))
+    replicate, on_shares, restore = _resharding(x)
     table = jnp.broadcast_to(coefficients.astype(jnp.float32), (steps, 3))
-    x = iterate(x, table, implementation)
+    run = functools.partial(iterate, implementation=implementation)
+    x = on_shares(run, replicate(x).reshape(-1, *shape[-2:]), table)
     x = restore(replicate(x).reshape(shape)).astype(jnp.float32) / _ITERATE_SCALE
     return x if spec == given.spec else jax.reshard(x, given)
 
@@ -286,28 +286,43 @@ def _sharing(x: jax.Array) -> _Sharing:
     return _Sharing(axes, math.prod(mesh.shape[axis] for axis in axes), is_explicit)
 
 
-def _resharding(x: jax.Array) -> tuple[Reshard, Reshard, Reshard]:
-    """Functions that replicate an array like `x`, shard its layers over devices, and shard it like `x`.
+def _resharding(x: jax.Array) -> tuple[Reshard, Callable[..., jax.Array], Reshard]:
+    """Functions for a stack like `x`: one replicates it, one runs a function of each device's share of
+    its layers and further arrays, and one shards it like `x`.
 
-    An array is replicated before its layers are sharded, because XLA moves from one sharded axis to another
+    An array is replicated before its layers are shared, because XLA moves from one sharded axis to another
     by several gathers in float32.
     """
     same: Reshard = lambda x: x
+    alone = lambda run, *arrays: run(*arrays)
     sharing, before = _sharing(x), jax.typeof(x).sharding
     layers = math.prod(x.shape[:-2])
-    replicated, by_layers = (
-        NamedSharding(before.mesh, spec) for spec in (P(), P(sharing.axes or None))
-    )
+    divides = layers % sharing.devices == 0
+    replicated = NamedSharding(before.mesh, P())
     # Without the barrier, XLA gathers the array before it is converted to another dtype.
     barrier = jax.lax.optimization_barrier
+
+    def on_shares(run, x, *arrays):
+        spec = P(sharing.axes)
+        local = jax.shard_map(
+            run,
+            mesh=before.mesh,
+            in_specs=(spec, *[P()] * len(arrays)),
+            out_specs=spec,
+            check_vma=False,
+        )
+        if divides:
+            return local(jax.reshard(x, spec) if sharing.is_explicit else x, *arrays)
+        missing = -layers % sharing.devices
+        return local(jnp.pad(x, ((0, missing), (0, 0), (0, 0))), *arrays)[:layers]
+
     if sharing.is_explicit:
-        divides = layers % sharing.devices == 0
         return (
             lambda x: jax.reshard(barrier(x), replicated),
-            (lambda x: jax.reshard(x, by_layers)) if divides else same,
+            on_shares if divides else alone,
             lambda x: jax.reshard(x, before),
         )
     if sharing.devices == 1 or layers == 1:
-        return same, same, same
+        return same, alone, same
     constrain = jax.lax.with_sharding_constraint
-    return lambda x: constrain(barrier(x), replicated), lambda x: constrain(x, by_layers), same
+    return lambda x: constrain(barrier(x), replicated), on_shares, same
