@@ -95,8 +95,8 @@ def muon(
         each matrix of a stack; for parameters that AdamW updates, the axes set the RMS of `rms_by_path`.
       coefficients: of the Newton-Schulz iterations: "quintic", those of Jordan et al., or "polar_express",
         those of Amsel et al., which differ between steps and end nearer to 1.
-      steps: number of iterations, at least 1; None: 5. Each lifts the smallest singular values by a factor of about 3.4
-        with "quintic".
+      steps: number of iterations, at least 1; None: 5. With "quintic" each multiplies the smallest singular
+        values by 3.4.
       neuron_b2: in [0, 1), NorMuon's: divides the update of each output neuron, along the last axis of m x n,
         by the root of a moving average of its mean square, and scales the update of each matrix to an RMS of
         0.2. NorMuon's authors use 0.95. None: no such division. Not studied in this project.
