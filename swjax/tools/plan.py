@@ -6,6 +6,7 @@ predict the time.
 
 import dataclasses
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ from swjax.training.state.mirror import Mirror
 
 # Memory of a GPU in GiB, as its driver reports it.
 GPUS = {
+    "b200": 179.1,
     "h200": 139.8,
     "h100-80": 79.1,
     "a100-80": 79.2,
@@ -39,8 +41,10 @@ GPUS = {
     "l40s": 44.4,
     "a10g": 22.1,
     "l4": 22.0,
+    "rtx5090": 31.8,
     "rtx4090": 23.5,
 }
+ALIASES = {"h100": "h100-80", "a100": "a100-40", "4090": "rtx4090", "5090": "rtx5090"}
 # Training throughput in images per second on one GPU, at 224 pixels, with half of the patches dropped:
 # (no block recomputed, all blocks recomputed). These are the newest rows of train_step_matrix_h200.json,
 # train_step_h200.json and train_step_h100.json in benchmarks/results. None was not measured.
@@ -90,7 +94,7 @@ class Hardware(NamedTuple):
     """The devices that a plan is for.
 
     Attributes:
-      kind: a key of `GPUS`, or the kind of this machine's devices.
+      kind: a key of `GPUS`, the memory of an unknown device, or the kind of this machine's devices.
       devices: number of devices.
       limit: bytes that JAX may use on each device, or None if unknown.
     """
@@ -103,19 +107,31 @@ class Hardware(NamedTuple):
     def parse(cls, text: str) -> "Hardware":
         """Parses "KIND:COUNT" or "KIND"; "" means the devices of this machine.
 
+        The kind is a GPU, or the memory of any other device, such as "48GiB".
+
         Raises:
           ConfigError: the kind is unknown, or the count is not a positive number.
+
+        >>> Hardware.parse("H100:8").kind, Hardware.parse("48GiB").limit / 2**30
+        ('h100-80', 36.0)
         """
         if not text:
             device = jax.devices()[0]
             stats = (device.memory_stats() or {}) if device.platform == "gpu" else {}
             return cls(device.device_kind, jax.device_count(), stats.get("bytes_limit"))
-        kind, _, count = text.partition(":")
-        if kind not in GPUS:
-            raise ConfigError(f"--hardware={text} is unknown: choose from {', '.join(GPUS)}")
+        name, _, count = text.partition(":")
+        kind = ALIASES.get(name.lower(), name.lower())
+        memory = re.fullmatch(r"(\d+(?:\.\d+)?)gib", kind)
+        gib = GPUS.get(kind) or float(memory[1] if memory else 0)
+        if not gib:
+            known = ", ".join([*ALIASES, *GPUS])
+            raise ConfigError(
+                f"--hardware={text} is unknown: choose from {known}, or write the memory of a device, such "
+                "as 48GiB:8"
+            )
         if not (count or "1").isdecimal() or int(count or 1) < 1:
-            raise ConfigError(f"--hardware={text}: write KIND:COUNT, such as {kind}:8")
-        return cls(kind, int(count or 1), fraction() * GPUS[kind] * GIB)
+            raise ConfigError(f"--hardware={text}: write KIND:COUNT, such as {name}:8")
+        return cls(kind, int(count or 1), fraction() * gib * GIB)
 
 
 def fraction() -> float:
