@@ -110,6 +110,55 @@ def fingerprints(splits: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
+def check_pictures(config: ConfigDict, sets: Mapping[str, Any]) -> list[str]:
+    """Reads examples of photographs before the first step: all of small sets, a sample of others.
+
+    All processes must call it; each reads its share. See `swjax.data.survey`.
+
+    Args:
+      config: the config of the run.
+      sets: the splits and labelled sets of the run, by name.
+
+    Returns:
+      A line for each set with unusable examples, or whose examples could not all be read in time.
+
+    Raises:
+      ConfigError: the run would end because of unusable examples of a set.
+    """
+    said = []
+    for name, source in sets.items():
+        if not source.photographs:
+            continue
+        part = {"part": jax.process_index(), "parts": jax.process_count()}
+        found = data.survey(source, **part)
+        own = np.array([found.read, len(found.bad)], np.int64)
+        read, bad = distributed.all_processes(own).sum(axis=0).tolist()
+        with distributed.all_or_none():
+            _check_survey(config.data, name, found, read, bad)
+        if bad or read < min(data.SAMPLE, len(source)):
+            which = ", ".join(": ".join(each) for each in found.bad[:3])
+            said.append(
+                f"{name}: {read:,} of {len(source):,} examples were read before the first step; {bad:,} "
+                f"cannot be used and will be skipped{which and f', such as {which}'}"
+            )
+    return said
+
+
+def _check_survey(c: ConfigDict, name: str, found: data.Survey, read: int, bad: int) -> None:
+    """Raises a ConfigError in the processes that have seen bad examples, if these would end the run."""
+    which = ": ".join(found.bad[0]) if found.bad else ""
+    if which and c.on_bad == "stop":
+        raise ConfigError(
+            f"config.data: {name}: cannot read {which}: repair it, or set config.data.on_bad=skip"
+        )
+    why = data.refusal(bad, read, found.examples, c.max_bad_share)
+    if which and why:
+        raise ConfigError(
+            f"config.data: {name}: {why}, such as {which}: `swjax data check` lists them; repair them, or "
+            f"set config.data.max_bad_share"
+        )
+
+
 def check_fingerprints(position: Mapping[str, Any], own: Mapping[str, str]) -> None:
     """Compares the data of a resumed run with the data that it was saved with.
 
