@@ -99,7 +99,7 @@ def train(config: ConfigDict, workdir: Path, interrupt: Interrupt, mirror: Mirro
         validation.resume(step, state)
         while step < parts.steps and not stopping:
             # ------------------------------------------------------------------------ Step
-            batch = next(feed, None)  # None: the data failed; the run saves and ends
+            batch = next(feed, None)  # None: the data of a process failed; all save and end
             if batch:
                 log.before(step + 1, state, batch)
                 state, metrics = train_step(state, batch)
@@ -108,7 +108,7 @@ def train(config: ConfigDict, workdir: Path, interrupt: Interrupt, mirror: Mirro
                 interrupt.handle()
 
             # ------------------------------------------------------------------------ Log
-            stopping = distributed.should_stop(step, interrupt.requested or not batch)
+            stopping = batch is None or distributed.should_stop(step, interrupt.requested)
             evaluating = batch is not None and validation.is_due(step)
             saving = stopping or step == parts.steps or is_due(step, config.checkpoint.every_steps)
             records = log.due(step, now=evaluating or saving)
