@@ -16,6 +16,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from swjax.data.batches import check_batch_size
+from swjax.data.examples import look
 from swjax.data.skipping import Skips
 from swjax.models import sharding
 from swjax.models.config import CLIPConfig
@@ -24,7 +25,7 @@ from swjax.training import config as config_lib
 from swjax.training.config import ConfigError, blame
 from swjax.training.evaluation import open_labelled
 from swjax.training.faults.failures import blame_data
-from swjax.training.inputs import open_splits
+from swjax.training.inputs import check_pictures, open_splits
 from swjax.training.optimizer import make_optimizer, make_schedule, split_frozen
 from swjax.training.setup import make_init, model_config, require_profile
 from swjax.training.state.checkpoint import require_checkpoint
@@ -154,6 +155,7 @@ class Plan:
       steps, warmup: number of steps of the run and of its warm-up.
       examples: number of examples of the data set.
       shown: the first captions.
+      pictures: lines about unusable examples.
     """
 
     config: ConfigDict
@@ -167,6 +169,7 @@ class Plan:
     warmup: int
     examples: int
     shown: tuple[str, ...]
+    pictures: tuple[str, ...]
 
     @property
     def parameters(self) -> int:
@@ -189,17 +192,19 @@ class Plan:
 
 
 def make(config: ConfigDict, hardware: Hardware) -> Plan:
-    """Opens the data, decodes an example and computes the plan.
+    """Opens the data, reads some of it and computes the plan.
 
     Raises:
-      ConfigError: the config does not fit the data or the devices, or the profile does not fit the run.
+      ConfigError: the config does not fit the data or the devices, or the profile does not fit the run; or
+        too much of the data cannot be read.
     """
     with blame("mesh"):
         sizes = sharding.mesh_sizes(hardware.devices, **config.mesh)
     mesh = Mesh(*sizes)
     config_lib.validate(config, batch_shards=mesh.shards)
     model = model_config(config)
-    source = open_splits(config)["train"]
+    splits = open_splits(config)
+    source = splits["train"]
     with blame_data():  # as at the start of a run
         skips = Skips(config.data.on_bad, config.data.max_bad_share)
         skips.damage(getattr(source, "damage", ()), getattr(source, "damaged_share", 0.0))
@@ -223,18 +228,28 @@ def make(config: ConfigDict, hardware: Hardware) -> Plan:
         steps=steps,
         warmup=warmup,
         examples=len(source),
-        shown=tuple(source[0]["captions"][:2]),
+        shown=_captions(source),
+        pictures=tuple(check_pictures(config, splits | open_labelled(config))),
     )
+
+
+def _captions(source: Any) -> tuple[str, ...]:
+    """Up to two captions of the first usable one of 10 examples."""
+    for index in range(min(10, len(source))):
+        try:
+            return tuple(look(source, index)[0]["captions"][:2])
+        except Exception:  # `check_pictures` names the reason
+            continue
+    return ()
 
 
 def require_openable(plan: Plan) -> None:
     """Checks what else a run opens at its start.
 
     Raises:
-      ConfigError: a set of `eval.zeroshot` or another run does not exist, weights do not fit the model, or an
-        address has an unknown protocol.
+      ConfigError: another run does not exist, weights do not fit the model, or an address has an unknown
+        protocol.
     """
-    open_labelled(plan.config)
     c = plan.config.checkpoint
     if c.resume:
         require_checkpoint("checkpoint.resume", c.resume)
@@ -254,6 +269,8 @@ def lines(plan: Plan) -> Iterator[str]:
     )
     captions = ", ".join(repr(caption[:60]) for caption in plan.shown)
     yield _line("data", f"{c.data.name}: {plan.examples:,} pairs; the first captions: {captions}")
+    for line in plan.pictures:
+        yield _line("pictures", line)
     pairs = plan.steps * c.train.batch_size
     yield _line(
         "length",
