@@ -13,7 +13,7 @@ from jax.sharding import AxisType, PartitionSpec
 from thinning import thinned
 
 import swjax.testing
-from swjax.kernels import dispatch, reference, saved_programs, tiles
+from swjax.kernels import dispatch, reference, saved_programs, targets, tiles
 from swjax.kernels.products.tiles import triton_tile
 from swjax.kernels.reference import QTensor
 from swjax.recipes import RECIPES
@@ -37,9 +37,9 @@ def gpu(monkeypatch):
     pytest.importorskip("triton", reason="needs Triton, which is made for Linux only")
 
     def pretend(capability=(9, 0), missing=None, devices=1):
-        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-        monkeypatch.setattr(jax, "device_count", lambda: devices)
-        monkeypatch.setattr(tiles, "compute_capability", lambda: capability)
+        target = targets.Target("gpu", "NVIDIA GPU", ".".join(map(str, capability)))
+        monkeypatch.setattr(targets, "current", lambda mesh=None: target)
+        monkeypatch.setattr(targets, "device_count", lambda: devices)
         monkeypatch.setattr(dispatch, "_missing_triton", lambda: missing)
         # Saved kernels are lowered when they are traced, which jax-triton cannot do without a GPU.
         monkeypatch.setattr(saved_programs, "_folder", lambda: None)
@@ -424,7 +424,8 @@ def test_row_tiles_are_powers_of_two_that_cover_a_row(operation, width):
 @pytest.mark.parametrize("capability, memory", [((8, 0), 163), ((8, 9), 99), ((9, 0), 227)])
 @pytest.mark.parametrize("m", [1, 64, 65, 65_536])
 def test_product_tiles_fit_shared_memory(monkeypatch, capability, memory, m):
-    monkeypatch.setattr(tiles, "compute_capability", lambda: capability)
+    target = targets.Target("gpu", "", ".".join(map(str, capability)))
+    monkeypatch.setattr(targets, "current", lambda: target)
     tile = triton_tile(m, 5120, 1280)
     assert (tile.m + tile.n) * tile.k * tile.stages <= memory * 1024
     assert tile.m == (64 if m <= 64 else 128)

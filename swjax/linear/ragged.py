@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.lax import RaggedDotDimensionNumbers
 
 from swjax import recipes
-from swjax.kernels import dispatch
+from swjax.kernels import dispatch, targets
 from swjax.kernels.reference import QTensor, dequantize, quantize
 from swjax.linear.checks import OPERAND_DTYPES
 from swjax.linear.interception import without_interception
@@ -190,7 +190,7 @@ def _multiply(
     if lhs.dtype == jnp.int8:
         dispatch.warn_of_split_sums()
     else:  # as in `swjax.kernels.reference.matmul`
-        exact = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+        exact = "float32" if targets.platform() == "cpu" else "bfloat16"
         lhs, rhs, dtype = lhs.astype(exact), rhs.astype(exact), "float32"
     options = {"preferred_element_type": jnp.dtype(dtype)}
     y = lax.ragged_dot_general(lhs, rhs, group_sizes, dimension_numbers, **options)

@@ -13,6 +13,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from swjax import recipes
+from swjax.kernels import targets
 from swjax.models import clip, sharding
 from swjax.nnx import set_layouts
 from swjax.training import config as config_lib
@@ -129,7 +130,7 @@ def model_config(config: ConfigDict) -> clip.CLIPConfig:
         sizes["embed_dim"] = c.embed_dim
     elif architecture == "siglip":  # SigLIP's embedding is the pooled patches, without a projection
         sizes["embed_dim"] = c.vision.width or clip.CONFIGS[c.name].vision.width
-    if c.attention in ("cudnn", "fused", "triton") and jax.default_backend() != "gpu":
+    if c.attention in ("cudnn", "fused", "triton") and targets.platform() != "gpu":
         raise ConfigError(
             f"config.model.attention={c.attention!r} needs a GPU: set it to 'xla' or ''"
         )
