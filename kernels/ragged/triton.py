@@ -225,11 +225,8 @@ def _largest_first(starts_and_ends: jax.Array) -> jax.Array:
     return jnp.stack([order, starts[order], ends[order]])
 
 
-def why_not_products(
-    a: jax.Array | QTensor, b: jax.Array | QTensor, group_sizes: jax.Array, *_: Any, **__: Any
-) -> Unavailable | None:
+def why_not_products(a: jax.Array | QTensor, *_: Any, **__: Any) -> Unavailable | None:
     """Returns why `ragged_matmul` cannot multiply these, or None if it can."""
-    del b, group_sizes
     return None if isinstance(a, QTensor) else _why_not_16_bits(a)
 
 
