@@ -45,6 +45,10 @@ OPERATIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "block_weight_gradient": ("mosaic_gpu", "triton"),
         "block_weight_gradient_group": ("mosaic_gpu",),
     },
+    "ragged": {
+        "ragged_matmul": ("triton",),
+        "ragged_weight_gradient": ("triton",),
+    },
     "norms": {
         "layer_norm": ("triton",),
         "layer_norm_backward": ("triton",),
@@ -324,7 +328,7 @@ SAFE_XLA_FLAG = "--xla_gpu_enable_triton_gemm=false"
 def _multiplies_int8(operation: str, *arrays: Any, **options: Any) -> bool:
     if operation.startswith("block_weight_gradient"):
         return "int8" in options["dtypes"]
-    return operation.startswith("matmul") and jax.tree.leaves(arrays[0])[0].dtype == jnp.int8
+    return "matmul" in operation and jax.tree.leaves(arrays[0])[0].dtype == jnp.int8
 
 
 def warn_of_split_sums() -> None:
@@ -363,7 +367,7 @@ def kernel(name: str, operation: str) -> Callable:
 
 def shape_key(operation: str, *arrays: Any) -> str:
     """The key of a shape in the tuned table, without the number of tokens; for a product it is "{n}x{k}"."""
-    if operation.startswith("matmul"):
+    if "matmul" in operation:
         return "x".join(map(str, jax.tree.leaves(arrays[1])[0].shape))
     width = arrays[0].shape[-1]
     if "weight_gradient" not in operation:

@@ -36,6 +36,7 @@ from swjax.kernels.quantizers.reference import (
     quantize_both,
     quantize_by,
 )
+from swjax.kernels.ragged.reference import ragged_matmul, ragged_weight_gradient
 from swjax.kernels.rotations.reference import quantize_rotated, rotate_features
 from swjax.kernels.weight_gradients.reference import weight_gradient, weight_gradient_group
 
@@ -65,6 +66,8 @@ __all__ = [
     "quantize_both",
     "quantize_by",
     "quantize_rotated",
+    "ragged_matmul",
+    "ragged_weight_gradient",
     "rms_norm",
     "rms_norm_backward",
     "rotate_features",

@@ -28,6 +28,7 @@ POINTERS = {
     "bfloat16": "*bf16",
     "float16": "*fp16",
     "float32": "*fp32",
+    "int32": "*i32",
     "int8": "*i8",
     "float8_e4m3fn": "*fp8e4nv",
     "float8_e5m2": "*fp8e5",
