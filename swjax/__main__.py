@@ -35,7 +35,7 @@ COMMANDS = {
     "compare": "swjax.tools.compare_precision",
     "data": "swjax.report.data_check",
     "convert": "swjax.data.convert",
-    "export": "swjax.tools.export_weights",
+    "export": "swjax.inference.to_others",
 }
 # Commands of these commands, for suggestions.
 NESTED = ("diagnostics replay", "data check", "data verify")

@@ -7,9 +7,9 @@ from flax import nnx
 from photographs import jpeg
 
 from swjax import inference, interop
+from swjax.inference import to_others
 from swjax.inference.classify import main
 from swjax.models import clip
-from swjax.tools import export_weights
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_a_second_picture_is_not_a_name(tmp_path, capsys):
 
 @pytest.mark.parametrize("layout", ["open_clip", "huggingface", "big_vision"])
 def test_exported_models_keep_their_embeddings(layout, weights, tmp_path, capsys):
-    assert export_weights.main([weights, f"{tmp_path}/out", f"--layout={layout}"]) == (
+    assert to_others.main([weights, f"{tmp_path}/out", f"--layout={layout}"]) == (
         2 if layout == "big_vision" else 0  # it has no name for the class token
     )
     captured = capsys.readouterr()
