@@ -463,8 +463,10 @@ def _gated_mlp_of(*layers: Any) -> Callable | None:
 
 def _matrix_of(layer: nnx.Module) -> tuple[tuple[int, int], ...]:
     """(k, n) of a layer whose kernel is a matrix, for the recipe "auto"; () for other kernels."""
-    shape = getattr(getattr(layer, "kernel", None), "shape", ())
-    return (shape,) if len(shape) == 2 else ()
+    match getattr(getattr(layer, "kernel", None), "shape", ()):
+        case (k, n):
+            return ((k, n),)
+    return ()
 
 
 def product_name(module: nnx.Module) -> str:

@@ -359,7 +359,7 @@ def _time(plan: Plan) -> Iterator[str]:
     """The predicted time from the recorded rate of this model, recipe and GPU, and the loader processes."""
     c = plan.config
     usual = c.data.image_size == 224 and c.model.patch_dropout == 0.5 and c.model.remat in _REMATS
-    rates = RATES.get(plan.hardware.kind, {}).get((c.model.name, plan.model.recipe))
+    rates = RATES.get(plan.hardware.kind, {}).get((c.model.name, str(plan.model.recipe)))
     rate = rates[_REMATS.index(c.model.remat)] if rates and usual else None
     if rate is None or c.train.concurrent_kernels or c.optimizer.name == "muon":
         yield _line("time", "not measured for this model, recipe, remat, optimizer and hardware")
