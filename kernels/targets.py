@@ -1,7 +1,7 @@
 """The device that the program being traced is for: kernels, formats and recipes are chosen for it.
 
-It is the first of: the innermost `compiling_for`, the mesh in JAX's context (`jax.set_mesh`, `jax.shard_map`),
-`jax.default_device`, and the first device of JAX's default backend.
+It is the first of: the innermost `compiling_for`, the mesh in JAX's context (`jax.set_mesh`,
+`jax.shard_map`), `jax.default_device`, and the first device of JAX's default backend.
 """
 
 import contextlib
@@ -37,14 +37,14 @@ _chosen = jax.make_user_context()
 
 @contextlib.contextmanager
 def compiling_for(device: str | jax.Device | Mesh) -> Iterator[Target]:
-    """A context in which programs are traced for another device than the host's, for ahead-of-time compilation.
+    """A context in which programs are traced for another device than the host's, to compile ahead of time.
 
-    Not needed if the mesh of those devices is in JAX's context. It also sets the number of devices: 1, or that
-    of the mesh.
+    It is not needed if the mesh of those devices is in JAX's context. It also sets the number of devices: 1,
+    or that of the mesh.
 
     Args:
-      device: the name of a chip in `swjax.kernels.chips.CHIPS`, such as "H100" or "TPU v5e"; a device, such as
-        those of `jax.experimental.topologies`; or a mesh.
+      device: the name of a chip in `swjax.kernels.chips.CHIPS`, such as "H100" or "TPU v5e"; a device,
+        such as those of `jax.experimental.topologies`; or a mesh.
 
     Yields:
       The target.

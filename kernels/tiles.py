@@ -82,8 +82,7 @@ def multiprocessors() -> int:
 
 
 def compute_capability() -> tuple[int, int]:
-    """The compute capability of the GPU that the program is for; without a GPU that of Hopper, and on AMD GPUs
-    (0, 0)."""
+    """The compute capability of the program's GPU; without a GPU that of Hopper, on AMD GPUs (0, 0)."""
     capability = targets.current().compute_capability or "9.0"
     if "." not in capability:
         return 0, 0

@@ -4,6 +4,7 @@ The plan trains nothing and needs no GPU. `swjax.tools.memory_model` predicts th
 predict the time.
 """
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -18,6 +19,8 @@ from ml_collections import ConfigDict
 from swjax.data.batches import check_batch_size
 from swjax.data.examples import look
 from swjax.data.skipping import Skips
+from swjax.kernels import chips
+from swjax.kernels.targets import compiling_for
 from swjax.models import sharding
 from swjax.models.config import CLIPConfig
 from swjax.tools.memory_model import GIB, Memory, Mesh, most_pairs, predict
@@ -202,7 +205,9 @@ def make(config: ConfigDict, hardware: Hardware) -> Plan:
         sizes = sharding.mesh_sizes(hardware.devices, **config.mesh)
     mesh = Mesh(*sizes)
     config_lib.validate(config, batch_shards=mesh.shards)
-    model = model_config(config)
+    chip = chips.find(hardware.kind)
+    with compiling_for(chip.name) if chip else contextlib.nullcontext():
+        model = model_config(config)
     splits = open_splits(config)
     source = splits["train"]
     with blame_data():  # as at the start of a run
@@ -264,7 +269,7 @@ def lines(plan: Plan) -> Iterator[str]:
     yield f"plan for {hardware.devices} x {hardware.kind}" + _limit(hardware)
     yield _line(
         "model",
-        f"{c.model.name}, {plan.parameters:,} parameters, {c.model.recipe}, {c.model.dtype}, "
+        f"{c.model.name}, {plan.parameters:,} parameters, {plan.model.recipe}, {c.model.dtype}, "
         f"remat={c.model.remat}",
     )
     captions = ", ".join(repr(caption[:60]) for caption in plan.shown)
@@ -387,7 +392,7 @@ def _time(plan: Plan) -> Iterator[str]:
     """The predicted time from the recorded rate of this model, recipe and GPU, and the loader processes."""
     c = plan.config
     usual = c.data.image_size == 224 and c.model.patch_dropout == 0.5 and c.model.remat in _REMATS
-    rates = RATES.get(plan.hardware.kind, {}).get((c.model.name, c.model.recipe))
+    rates = RATES.get(plan.hardware.kind, {}).get((c.model.name, str(plan.model.recipe)))
     rate = rates[_REMATS.index(c.model.remat)] if rates and usual else None
     if rate is None or c.train.concurrent_kernels or c.optimizer.name == "muon":
         yield _line("time", "not measured for this model, recipe, remat, optimizer and hardware")
