@@ -48,6 +48,7 @@ OPERATIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "ragged": {
         "ragged_matmul": ("triton",),
         "ragged_weight_gradient": ("triton",),
+        "ragged_block_weight_gradient": ("triton",),
     },
     "norms": {
         "layer_norm": ("triton",),
@@ -326,7 +327,7 @@ SAFE_XLA_FLAG = "--xla_gpu_enable_triton_gemm=false"
 
 
 def _multiplies_int8(operation: str, *arrays: Any, **options: Any) -> bool:
-    if operation.startswith("block_weight_gradient"):
+    if "block_weight_gradient" in operation:
         return "int8" in options["dtypes"]
     return "matmul" in operation and jax.tree.leaves(arrays[0])[0].dtype == jnp.int8
 

@@ -36,7 +36,11 @@ from swjax.kernels.quantizers.reference import (
     quantize_both,
     quantize_by,
 )
-from swjax.kernels.ragged.reference import ragged_matmul, ragged_weight_gradient
+from swjax.kernels.ragged.reference import (
+    ragged_block_weight_gradient,
+    ragged_matmul,
+    ragged_weight_gradient,
+)
 from swjax.kernels.rotations.reference import quantize_rotated, rotate_features
 from swjax.kernels.weight_gradients.reference import weight_gradient, weight_gradient_group
 
@@ -66,6 +70,7 @@ __all__ = [
     "quantize_both",
     "quantize_by",
     "quantize_rotated",
+    "ragged_block_weight_gradient",
     "ragged_matmul",
     "ragged_weight_gradient",
     "rms_norm",

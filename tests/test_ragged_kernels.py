@@ -12,6 +12,7 @@ from implementations import run
 from kernel_cases import PRODUCTS, normal
 from numeric import FLOOR_DB, FP8_SUM_DB, snr_db
 
+from swjax.kernels import reference
 from swjax.kernels.ragged.schedule import bounds, row_tiles
 from swjax.kernels.reference import QTensor
 
@@ -21,11 +22,12 @@ SIZES = {
     "one token": (np.array([0, 1]), 1),
     "none": (np.array([0, 0, 0]), 5),
     "all to the last": (np.array([0, 0, 300]), 300),
+    "long": (np.array([0, 700, 3]), 710),
     "wrong": (np.array([40, -7, 2**31 - 1, 2**31 - 1]), 90),
 }
 RIGHT = {"wrong": (40, 0, 50, 0)}  # where groups end at the last row
 CASES = list(SIZES)
-SHAPES = [("uneven", 200, 72), *((case, 256, 320) for case in CASES)]
+SHAPES = [("uneven", 200, 72), *((case, 256, 320) for case in CASES if case != "long")]
 EACH = {
     "compiled": {"xla": SHAPES[:2], "triton": SHAPES},
     "interpreted": [SHAPES[0], ("wrong", 40, 24), *SHAPES[1:]],
@@ -125,6 +127,35 @@ def test_weight_gradients(operation, implementation, shape, dtype, out_dtype):
     assert dw.dtype == out_dtype and dw.shape == (len(sizes), k, n)
     for got, (start, end) in zip(dw, spans, strict=True):
         assert snr_db(got, oracle.weight_gradient(x[start:end], g[start:end])) > FLOOR_DB[out_dtype]
+
+
+ROTATED = {
+    "compiled": {"xla": [("uneven", 72, 40)], "triton": [*SHAPES, ("long", 256, 320)]},
+    "interpreted": [("uneven", 72, 40), ("wrong", 40, 24), ("long", 40, 24), SHAPES[0]],
+}
+
+
+@implementations.each("ragged_block_weight_gradient", **ROTATED, kept=3)
+def test_rotated_weight_gradients(operation, implementation, shape):
+    """Within a group they are those of the operation of a single layer, where its blocks are the same."""
+    case, k, n = shape
+    sizes, m, spans = groups_of(case)
+    # Tokens of very different magnitude.
+    x, *gs = (normal((m, width), "bfloat16", i) for i, width in enumerate((k, n, n)))
+    x *= np.exp(normal((m, 1), seed=5)).astype("bfloat16")
+    x[spans[-1][1] :] = np.nan
+    options = {"dtypes": ("int8", "int8"), "block": 256, "rotation": 128}
+    options["out_dtype"] = "float32"
+    dws = run(operation, x, tuple(gs), sizes, implementation=implementation, **options)
+    for g, dw in zip(gs, dws, strict=True):
+        assert dw.shape == (len(sizes), k, n)
+        for got, (start, end) in zip(dw, spans, strict=True):
+            exact = oracle.weight_gradient(x[start:end], g[start:end])
+            assert snr_db(got, exact) > 34
+            if 0 < end - start <= 256:
+                rows = (jnp.asarray(a[start:end]) for a in (x, g))
+                one = reference.block_weight_gradient(*rows, **options)
+                assert snr_db(got, np.asarray(one, np.float64)) > 70
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -7,7 +7,10 @@ from jax.lax import RaggedDotDimensionNumbers
 
 from swjax.kernels import targets
 from swjax.kernels.formats import QTensor, to_float32
-from swjax.kernels.ragged.schedule import bounds, group_of_rows
+from swjax.kernels.products.reference import matmul
+from swjax.kernels.quantizers.reference import quantize
+from swjax.kernels.ragged.schedule import bounds, group_of_rows, row_tiles
+from swjax.kernels.rotations.reference import rotate
 
 # Sums over the rows of each group: the product of a weight gradient.
 _SUM_OF_ROWS = RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
@@ -112,3 +115,59 @@ def ragged_weight_gradient(
         precision=precision,
         preferred_element_type=jnp.dtype(out_dtype),
     )
+
+
+def ragged_block_weight_gradient(
+    x: jax.Array,
+    gs: tuple[jax.Array, ...],
+    group_sizes: jax.Array,
+    *,
+    dtypes: tuple[str, str],
+    block: int,
+    rotation: int,
+    out_dtype: str,
+) -> tuple[jax.Array, ...]:
+    """``xT g`` of the rows of each group, for each g, from 8-bit products: see `block_weight_gradient`.
+
+    The rows of a group are cut into blocks of `block` rows; its last block is shorter. Zeros fill the last
+    `rotation` rows of a group that are mixed. No rows of two groups are mixed.
+
+    Args:
+      x: [m, k] float16, bfloat16 or float32.
+      gs: [m, n] each, in the dtype of x.
+      group_sizes: [e] integers, see `ragged_matmul`.
+      dtypes, rotation, out_dtype: see `block_weight_gradient`.
+      block: largest number of rows that share the scale of a column, a multiple of `rotation`.
+
+    Returns:
+      [e, k, n] in `out_dtype` for each g; zeros for a group without rows. int8 products are summed in int32
+      within a block, and in float32 over blocks.
+
+    >>> x, options = jnp.ones((4, 1)), {"block": 2, "rotation": 2, "out_dtype": "float32"}
+    >>> sizes = jnp.array([3, 1])
+    >>> [dw] = ragged_block_weight_gradient(x, (x,), sizes, dtypes=("int8", "int8"), **options)
+    >>> dw.ravel().tolist()
+    [3.0, 1.0]
+    """
+    m, groups = x.shape[0], len(group_sizes)
+    dws = tuple(jnp.zeros((groups, x.shape[1], g.shape[1]), jnp.float32) for g in gs)
+    if not m:
+        return tuple(dw.astype(out_dtype) for dw in dws)
+    row = jnp.arange(min(block, -(-m // rotation) * rotation), dtype=jnp.int32)
+
+    def add_block(dws, tile):
+        group, first, end = tile
+        known = ((first + row < end) & (group < groups))[:, None]
+
+        def quantized(a, dtype):
+            rows = jnp.where(known, jnp.take(a, first + row, axis=0, mode="clip"), 0)
+            return quantize(rotate(rows, rotation), (0,), dtype)
+
+        a = quantized(x, dtypes[0])
+        products = (
+            matmul(a, quantized(g, dtypes[1]), out_dtype="float32", contract=(0, 0)) for g in gs
+        )
+        return tuple(dw.at[group].add(y, mode="drop") for dw, y in zip(dws, products)), None
+
+    dws, _ = lax.scan(add_block, dws, row_tiles(group_sizes, m, block).T)
+    return tuple((dw / rotation).astype(out_dtype) for dw in dws)

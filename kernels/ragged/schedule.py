@@ -84,3 +84,43 @@ def group_of_rows(group_sizes: jax.Array, m: int) -> jax.Array:
     """
     _, ends = bounds(group_sizes, m)
     return jnp.searchsorted(ends, jnp.arange(m, dtype=ends.dtype), side="right")
+
+
+def padded_length(m: int, groups: int, rotation: int) -> int:
+    """An upper bound of the rows of all groups, each padded to a multiple of `rotation`.
+
+    >>> padded_length(300, 2, 128)
+    512
+    """
+    return (m + groups * (rotation - 1)) // rotation * rotation
+
+
+def blocks_of_groups(
+    group_sizes: jax.Array, m: int, block: int, rotation: int
+) -> tuple[jax.Array, jax.Array]:
+    """Cuts the rows of each group into blocks, and places the blocks in an array of padded groups.
+
+    Args:
+      group_sizes: [e] integers, see `bounds`.
+      m: number of rows.
+      block: largest number of rows of a block, a multiple of `rotation`.
+      rotation: the padded rows of a group are a multiple of it.
+
+    Returns:
+      int32 [3, `tile_count`]: the first row of a block, its number of rows, and its first padded row, a
+      multiple of `rotation`. int32 [2, e]: the first block of each group, and its number of blocks.
+
+    >>> blocks, of_groups = blocks_of_groups(jnp.array([5, 1]), 6, 4, 2)
+    >>> blocks[:, :3].tolist(), of_groups.tolist()
+    ([[0, 4, 5], [4, 1, 1], [0, 4, 6]], [[0, 2], [2, 1]])
+    """
+    group, first, end = row_tiles(group_sizes, m, block)
+    starts, ends = bounds(group_sizes, m)
+    padded = (ends - starts + rotation - 1) // rotation * rotation
+    offsets = _running(jnp.sum, padded) - padded
+    known = group < len(starts)
+    length = jnp.where(known, jnp.minimum(end - first, block), 0)
+    inside = jnp.minimum(group, len(starts) - 1)
+    to = jnp.where(known, offsets[inside] + first - starts[inside], 0)
+    counts = (ends - starts + block - 1) // block
+    return jnp.stack([first, length, to]), jnp.stack([_running(jnp.sum, counts) - counts, counts])
