@@ -50,6 +50,7 @@ OPERATIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "ragged_weight_gradient": ("triton",),
         "ragged_block_weight_gradient": ("triton",),
     },
+    "symmetric": {"symmetric_product": ("triton",)},
     "norms": {
         "layer_norm": ("triton",),
         "layer_norm_backward": ("triton",),
@@ -367,9 +368,12 @@ def kernel(name: str, operation: str) -> Callable:
 
 
 def shape_key(operation: str, *arrays: Any) -> str:
-    """The key of a shape in the tuned table, without the number of tokens; for a product it is "{n}x{k}"."""
+    """The key of a shape in the tuned table, without the number of tokens; for a product it is "{n}x{k}",
+    for a symmetric product that of a matrix."""
     if "matmul" in operation:
         return "x".join(map(str, jax.tree.leaves(arrays[1])[0].shape))
+    if operation == "symmetric_product":
+        return "x".join(map(str, arrays[0].shape[1:]))
     width = arrays[0].shape[-1]
     if "weight_gradient" not in operation:
         return str(width)
