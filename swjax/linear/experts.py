@@ -16,7 +16,7 @@ from swjax.kernels import dispatch, reference
 from swjax.kernels.reference import QTensor
 from swjax.linear.checks import OPERAND_DTYPES
 from swjax.linear.layer import Operand, from_bytes, name_for_checkpoint, to_bytes
-from swjax.recipes import LONGEST_INT8_SUM, Quantizer, Recipe
+from swjax.recipes import LONGEST_INT8_SUM, Product, Quantizer, Recipe
 
 PRODUCTS = ("ragged_matmul", "ragged_weight_gradient", "ragged_block_weight_gradient")
 
@@ -65,11 +65,11 @@ class ExpertLayer:
 # --- the forms that products read ---------------------------------------------------------------------
 
 
-def quantize_rows(quantizer: Quantizer | None, x: jax.Array, layer: ExpertLayer) -> Any:
+def quantize_rows(product: Product | None, x: jax.Array, layer: ExpertLayer) -> Any:
     """x [m, k] as the left operand of a product: a QTensor with a scale for each row, or x itself."""
-    if quantizer is None:
+    if product is None:
         return x
-    options: dict[str, Any] = {"dtype": quantizer.dtype, "implementation": layer.implementation}
+    options: dict[str, Any] = {"dtype": product.lhs.dtype, "implementation": layer.implementation}
     return dispatch.run("quantize", x, axes=(1,), **options)
 
 
@@ -213,11 +213,11 @@ def weight_gradients(
         options["out_dtype"] = dtypes.pop() if len(dtypes) == 1 else "float32"
         dws = dispatch.run("ragged_block_weight_gradient", x, gs, group_sizes, **options)
         pairs = zip(dws, layers, strict=True)
-        return tuple(layer.w_dtype and dw.astype(layer.w_dtype) for dw, layer in pairs)
+        return tuple(dw.astype(layer.w_dtype) if layer.w_dtype else None for dw, layer in pairs)
     options["precision"] = layers[0].precision
     run = partial(dispatch.run, "ragged_weight_gradient", x, **options)
     return tuple(
-        layer.w_dtype and run(g, group_sizes, out_dtype=layer.w_dtype)
+        run(g, group_sizes, out_dtype=layer.w_dtype) if layer.w_dtype else None
         for g, layer in zip(gs, layers, strict=True)
     )
 
@@ -253,7 +253,9 @@ def exact_output(x: jax.Array, w: Any, group_sizes: jax.Array, layer: ExpertLaye
 # --- checks -------------------------------------------------------------------------------------------
 
 
-def check(name: str, x: jax.Array, w: Any, group_sizes: jax.Array, recipe: Recipe) -> None:
+def check(
+    name: str, x: jax.Array | jax.ShapeDtypeStruct, w: Any, group_sizes: jax.Array, recipe: Recipe
+) -> None:
     """Raises a ValueError if these are not arrays of a layer of experts; `name` is the function's."""
     check_shapes(name, x, w, group_sizes)
     check_group_sizes(x, group_sizes)
@@ -268,7 +270,9 @@ def shape_of(w: jax.Array | QTensor) -> tuple[int, ...]:
     return *stack, k, n
 
 
-def check_shapes(name: str, x: jax.Array, w: Any, group_sizes: jax.Array) -> None:
+def check_shapes(
+    name: str, x: jax.Array | jax.ShapeDtypeStruct, w: Any, group_sizes: jax.Array
+) -> None:
     """Raises a ValueError if shapes or dtypes do not fit."""
     shape = shape_of(w)
     fit = x.ndim == 2 and len(shape) == 3 and x.shape[1] == shape[1]
@@ -285,7 +289,7 @@ def check_shapes(name: str, x: jax.Array, w: Any, group_sizes: jax.Array) -> Non
             )
 
 
-def check_group_sizes(x: jax.Array, group_sizes: jax.Array) -> None:
+def check_group_sizes(x: jax.Array | jax.ShapeDtypeStruct, group_sizes: jax.Array) -> None:
     """Raises a ValueError if these are no numbers of rows; traced values are not read."""
     if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise ValueError(
@@ -294,9 +298,9 @@ def check_group_sizes(x: jax.Array, group_sizes: jax.Array) -> None:
     if isinstance(group_sizes, jax.core.Tracer):
         return
     sizes = np.asarray(group_sizes, np.int64)
-    if sizes.min(initial=0) < 0 or sizes.sum() > len(x):
+    if sizes.min(initial=0) < 0 or sizes.sum() > x.shape[0]:
         raise ValueError(
-            f"group_sizes must be at least 0 and add up to at most the {len(x)} rows of x, got "
+            f"group_sizes must be at least 0 and add up to at most the {x.shape[0]} rows of x, got "
             f"{sizes.tolist()}: count the rows of each expert"
         )
 
@@ -309,8 +313,8 @@ def check_recipe(name: str, recipe: Recipe, shape: tuple[int, ...]) -> None:
     if not blocks or any(each != ("row", 1, 0) for each in plain):
         raise ValueError(
             f"{name} needs a recipe that quantizes rows of x, without rotated features and outliers, and "
-            f"computes the weight gradient in 16 bits or in blocks of tokens, got {recipe}: use 'switchback', "
-            "'switchback_m', 'switchback_q', 'switchback_hadamard' or 'fp8_switchback'"
+            f"computes the weight gradient in 16 bits or in blocks of tokens, got {recipe}: use "
+            "'switchback', 'switchback_m', 'switchback_q', 'switchback_hadamard' or 'fp8_switchback'"
         )
     longest = max(shape[1:])
     if longest > LONGEST_INT8_SUM:
