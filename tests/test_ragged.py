@@ -132,6 +132,30 @@ def test_rotated_rows(monkeypatch):
     assert used["gated", "xla"] == 1 and used["ragged_matmul", "xla"] == 3
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "recipe", ["standard", "switchback", "switchback_q", "switchback_hadamard", "fp8_switchback"]
+)
+def test_kernels_give_the_values_of_xla(recipe, monkeypatch):
+    monkeypatch.setattr(experts_of_swjax, "LEAST_RATIO", 1)
+    monkeypatch.setattr(experts_of_swjax, "LEAST_ROWS", 1)
+    m, k, h, sizes = 1000, 256, 384, jnp.array([300, 0, 1, 640, 20], jnp.int32)
+    x, g = (jnp.asarray(RNG.normal(size=(m, k)), "bfloat16") for _ in range(2))
+    shapes = (5, k, h), (5, k, h), (5, h, k)
+    ws = tuple(jnp.asarray(RNG.normal(size=of) / 16, jnp.float32) for of in shapes)
+
+    def layer(implementation):
+        options = {"recipe": recipe, "implementation": implementation}
+        return lambda x, ws: swjax.gated_ragged_mlp(x, *ws, sizes, **options)
+
+    got, want = (with_gradients(layer(name), x, ws, g) for name in (None, "xla"))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        a, b = (np.asarray(each, "float64") for each in (a, b))
+        assert np.linalg.norm(a - b) <= 0.01 * np.linalg.norm(b)
+    used = swjax.testing.implementations(layer(None), x, ws)
+    assert {name for _, name in used} == {"triton"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [
