@@ -56,37 +56,44 @@ def seconds_per_call(run, calls: int) -> float:
 def rows(args):
     """Yields a row for each case; a failing case has its error."""
     for model in args.models:
-        shape = SHAPES[model]
         for tokens in args.tokens:
-            m = tokens * shape.chosen
-            new = {"dtype": torch.bfloat16, "device": DEVICE}
-            sides = (shape.width, shape.hidden), (shape.width, shape.hidden)
-            ws = [
-                (torch.randn(shape.experts, k, n, **new) * k**-0.5).requires_grad_()
-                for k, n in (*sides, sides[0][::-1])
-            ]
-            x = torch.randn(m, shape.width, **new).requires_grad_()
-            g = torch.randn(m, shape.width, **new)
+            arrays = arrays_of(SHAPES[model], tokens)
             for arm in args.arms:
-                function = torch.compile(mlp) if arm == "compiled" else mlp
                 for routing in args.routings:
                     row = {"model": model, "tokens": tokens, "routing": routing}
                     row |= {"weights": "bfloat16", "arm": f"torch grouped_mm {arm}"}
-                    ends = torch.tensor(sizes_of(shape, tokens, routing)).cumsum(0).int().to(DEVICE)
-
-                    def run(function=function, ends=ends):
-                        for leaf in (x, *ws):
-                            leaf.grad = None
-                        function(x, *ws, ends).backward(g)
-
+                    sizes = torch.tensor(sizes_of(SHAPES[model], tokens, routing))
+                    ends = sizes.cumsum(0).int().to(DEVICE)
                     try:
-                        seconds = seconds_per_call(run, args.calls)
+                        yield row | measured(SHAPES[model], arm, arrays, ends, args.calls)
                     except Exception as error:
                         yield row | {"error": f"{type(error).__name__}: {str(error)[:300]}"}
-                        continue
-                    arithmetic = 18 * m * shape.width * shape.hidden
-                    tops = arithmetic / seconds / 1e12
-                    yield row | {"wall_us": round(1e6 * seconds, 1), "tops": round(tops, 1)}
+
+
+def arrays_of(shape: ExpertShape, tokens: int):
+    """Returns x, the weights of gate, up and down, and the output's gradient."""
+    new = {"dtype": torch.bfloat16, "device": DEVICE}
+    sides = (shape.width, shape.hidden), (shape.width, shape.hidden), (shape.hidden, shape.width)
+    ws = [(torch.randn(shape.experts, k, n, **new) * k**-0.5).requires_grad_() for k, n in sides]
+    x, g = (torch.randn(tokens * shape.chosen, shape.width, **new) for _ in range(2))
+    return x.requires_grad_(), ws, g
+
+
+def measured(shape: ExpertShape, arm: str, arrays, ends, calls: int) -> dict:
+    x, ws, g = arrays
+    function = torch.compile(mlp) if arm == "compiled" else mlp
+
+    def run():
+        for leaf in (x, *ws):
+            leaf.grad = None
+        function(x, *ws, ends).backward(g)
+
+    seconds = seconds_per_call(run, calls)
+    arithmetic = 18 * len(x) * shape.width * shape.hidden
+    return {
+        "wall_us": round(1e6 * seconds, 1),
+        "tops": round(arithmetic / seconds / 1e12, 1),
+    }
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""The numbers of rows of each expert in benchmarks; imports no JAX, because PyTorch's program reads it too."""
+"""The numbers of rows of each expert in benchmarks; no JAX, because PyTorch's program imports it too."""
 
 import numpy as np
 

@@ -42,7 +42,6 @@ LANGUAGE_MODELS = {
 LANGUAGE_TOKENS = 16_384  # four sequences of 4,096 tokens
 
 
-
 class ExpertShape(NamedTuple):
     """The MLP of a mixture of experts: experts, experts of a token, width, width between its layers."""
 

@@ -66,7 +66,7 @@ def works(tokens: int = shapes.TOKENS) -> dict[tuple[str, ...], Work]:
 
 
 def _works(tokens: int) -> Iterator[Work]:
-    """Yields the work: ViT-H, other towers, products in Triton, larger ViTs, the paper's grid, LLMs, experts."""
+    """Yields the work: ViT-H, other towers, products in Triton, larger ViTs, paper's grid, LLMs, experts."""
     for width in (1280, 1024, 768):
         for producer, widths in {
             "none": (width, 4 * width, 3 * width),
@@ -241,7 +241,7 @@ def ragged_gradient(sizes: jax.Array, tile: TritonTile) -> Callable:
 
 
 def ragged_product_work(sizes: jax.Array, arrays: tuple, k: int, n: int, itemsize: int) -> Work:
-    """The product with weights of `itemsize` bytes; those of 16 bits have both orders, forward and backward."""
+    """The product with weights of `itemsize` bytes; 16-bit weights have two orders, forward and backward."""
     rule = product_rule(len(jax.tree.leaves(arrays)[0]), len(sizes), itemsize)
     candidates = [
         TritonTile(m, n, step // itemsize, warps, stages, group)

@@ -109,7 +109,7 @@ def ragged_matmul(
     precision: jax.lax.PrecisionLike = None,
     tile: TritonTile | None = None,
 ) -> jax.Array:
-    """`reference.ragged_matmul` for 8-bit and 16-bit operands. 8-bit matrices are transposed if `axis` is 1."""
+    """`reference.ragged_matmul` for 8-bit and 16-bit operands. Transposes 8-bit matrices if `axis` is 1."""
     del precision  # the products of 16-bit numbers are exact
     one, scaled = jnp.zeros(1, jnp.float32), isinstance(a, QTensor)
     a_scale = b_scale = one

@@ -17,8 +17,9 @@ def symmetric_product(
     out[i] = f[i, 0] a[i] b[i]ᵀ + f[i, 1] addend[i] + f[i, 2] I, where f are the factors.
 
     a bᵀ is symmetric if a is b, which gives the Gram matrix of the rows of a, and if a and b are symmetric
-    and commute, as polynomials of one symmetric matrix do. Kernels compute the lower triangle, and write it
-    to both triangles. XLA computes both, so that its result is symmetric apart from rounding.
+    and commute, as polynomials of one symmetric matrix do. Kernels compute the tiles on and below the
+    diagonal, and write those below to both triangles. XLA computes all. So the result is symmetric apart from
+    rounding.
 
     Args:
       a, b: [batch, m, k] of one floating-point dtype; [batch, k, m] if `contract` is -2.

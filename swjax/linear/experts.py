@@ -16,9 +16,16 @@ from swjax.kernels import dispatch, reference, targets
 from swjax.kernels.reference import QTensor
 from swjax.linear.checks import OPERAND_DTYPES
 from swjax.linear.layer import Operand, from_bytes, name_for_checkpoint, to_bytes
-from swjax.recipes import LONGEST_INT8_SUM, Quantizer, Recipe
+from swjax.recipes import LONGEST_INT8_SUM, Product, Quantizer, Recipe
 
-PRODUCTS = ("ragged_matmul", "ragged_weight_gradient")
+PRODUCTS = ("ragged_matmul", "ragged_weight_gradient", "ragged_block_weight_gradient")
+
+# Where a quantized weight gradient [k, n] of experts is worth its rotations. The product takes less time in
+# int8, in proportion to k n, and reading, rotating and writing the rows takes time in proportion to k + n.
+# On an H200 both are equal at k n / (k + n) = 810 by their operations and bytes. Experts of few rows leave
+# most of their last block empty.
+LEAST_RATIO = 1024
+LEAST_ROWS = 512
 
 
 @dataclass(frozen=True)
@@ -58,11 +65,11 @@ class ExpertLayer:
 # --- the forms that products read ---------------------------------------------------------------------
 
 
-def quantize_rows(quantizer: Quantizer | None, x: jax.Array, layer: ExpertLayer) -> Any:
+def quantize_rows(product: Product | None, x: jax.Array, layer: ExpertLayer) -> Any:
     """x [m, k] as the left operand of a product: a QTensor with a scale for each row, or x itself."""
-    if quantizer is None:
+    if product is None:
         return x
-    options: dict[str, Any] = {"dtype": quantizer.dtype, "implementation": layer.implementation}
+    options: dict[str, Any] = {"dtype": product.lhs.dtype, "implementation": layer.implementation}
     return dispatch.run("quantize", x, axes=(1,), **options)
 
 
@@ -189,21 +196,43 @@ def _multiply(a, b, group_sizes, addend, *, axis, out_dtype, layer: ExpertLayer)
 def weight_gradients(
     x: jax.Array, gs: tuple[jax.Array, ...], group_sizes: jax.Array, layers: tuple[ExpertLayer, ...]
 ) -> tuple[jax.Array | None, ...]:
-    """``xT g`` over the rows of each expert, for each g; None for a quantized weight."""
+    """``xT g`` over the rows of each expert, for each g; None for a quantized weight.
+
+    `layers` have one recipe, and weights of one shape.
+    """
+    dtypes = {layer.w_dtype for layer in layers} - {None}
+    if not dtypes:
+        return (None,) * len(layers)
+    recipe, gs = layers[0].recipe, tuple(g.astype(x.dtype) for g in gs)
+    shape = len(group_sizes), x.shape[1], gs[0].shape[1]
+    options: dict[str, Any] = {"implementation": _implementation(x, layers[0])}
+    if rotates_rows(recipe, len(x), shape):
+        assert recipe.wgrad is not None, "see `rotates_rows`"
+        lhs, rhs = recipe.wgrad.lhs, recipe.wgrad.rhs
+        options |= {"dtypes": (lhs.dtype, rhs.dtype), "block": lhs.block, "rotation": lhs.rotation}
+        options["out_dtype"] = dtypes.pop() if len(dtypes) == 1 else "float32"
+        dws = dispatch.run("ragged_block_weight_gradient", x, gs, group_sizes, **options)
+        pairs = zip(dws, layers, strict=True)
+        return tuple(dw.astype(layer.w_dtype) if layer.w_dtype else None for dw, layer in pairs)
+    options["precision"] = layers[0].precision
+    run = partial(dispatch.run, "ragged_weight_gradient", x, **options)
     return tuple(
-        dispatch.run(
-            "ragged_weight_gradient",
-            x,
-            g.astype(x.dtype),
-            group_sizes,
-            out_dtype=layer.w_dtype,
-            precision=layer.precision,
-            implementation=_implementation(x, layer),
-        )
-        if layer.w_dtype is not None
-        else None
+        run(g, group_sizes, out_dtype=layer.w_dtype) if layer.w_dtype else None
         for g, layer in zip(gs, layers, strict=True)
     )
+
+
+def rotates_rows(recipe: Recipe, m: int, shape: tuple[int, ...]) -> bool:
+    """Whether the weight gradient of experts is quantized, for m rows and weights of a shape [e, k, n].
+
+    If not, a recipe that quantizes it computes it in the dtype of x.
+
+    >>> from swjax.recipes import RECIPES
+    >>> [rotates_rows(RECIPES["switchback_hadamard"], 32_768, (8, 4096, n)) for n in (14_336, 768)]
+    [True, False]
+    """
+    e, k, n = shape
+    return recipe.wgrad is not None and m >= e * LEAST_ROWS and k * n >= LEAST_RATIO * (k + n)
 
 
 def _implementation(a: jax.Array | QTensor, layer: ExpertLayer) -> str | None:
@@ -224,7 +253,9 @@ def exact_output(x: jax.Array, w: Any, group_sizes: jax.Array, layer: ExpertLaye
 # --- checks -------------------------------------------------------------------------------------------
 
 
-def check(name: str, x: jax.Array, w: Any, group_sizes: jax.Array, recipe: Recipe) -> None:
+def check(
+    name: str, x: jax.Array | jax.ShapeDtypeStruct, w: Any, group_sizes: jax.Array, recipe: Recipe
+) -> None:
     """Raises a ValueError if these are not arrays of a layer of experts; `name` is the function's."""
     check_shapes(name, x, w, group_sizes)
     check_group_sizes(x, group_sizes)
@@ -239,7 +270,9 @@ def shape_of(w: jax.Array | QTensor) -> tuple[int, ...]:
     return *stack, k, n
 
 
-def check_shapes(name: str, x: jax.Array, w: Any, group_sizes: jax.Array) -> None:
+def check_shapes(
+    name: str, x: jax.Array | jax.ShapeDtypeStruct, w: Any, group_sizes: jax.Array
+) -> None:
     """Raises a ValueError if shapes or dtypes do not fit."""
     shape = shape_of(w)
     fit = x.ndim == 2 and len(shape) == 3 and x.shape[1] == shape[1]
@@ -256,7 +289,7 @@ def check_shapes(name: str, x: jax.Array, w: Any, group_sizes: jax.Array) -> Non
             )
 
 
-def check_group_sizes(x: jax.Array, group_sizes: jax.Array) -> None:
+def check_group_sizes(x: jax.Array | jax.ShapeDtypeStruct, group_sizes: jax.Array) -> None:
     """Raises a ValueError if these are no numbers of rows; traced values are not read."""
     if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise ValueError(
@@ -265,9 +298,9 @@ def check_group_sizes(x: jax.Array, group_sizes: jax.Array) -> None:
     if isinstance(group_sizes, jax.core.Tracer):
         return
     sizes = np.asarray(group_sizes, np.int64)
-    if sizes.min(initial=0) < 0 or sizes.sum() > len(x):
+    if sizes.min(initial=0) < 0 or sizes.sum() > x.shape[0]:
         raise ValueError(
-            f"group_sizes must be at least 0 and add up to at most the {len(x)} rows of x, got "
+            f"group_sizes must be at least 0 and add up to at most the {x.shape[0]} rows of x, got "
             f"{sizes.tolist()}: count the rows of each expert"
         )
 
@@ -276,11 +309,12 @@ def check_recipe(name: str, recipe: Recipe, shape: tuple[int, ...]) -> None:
     """Raises a ValueError if experts with weights of this shape [e, k, n] cannot follow the recipe."""
     products = [product for product in (recipe.fwd, recipe.dgrad) if product is not None]
     plain = [(p.lhs.scope, p.lhs.rotation, p.outlier_threshold) for p in products]
-    if recipe.wgrad or any(each != ("row", 1, 0) for each in plain):
+    blocks = recipe.wgrad is None or recipe.wgrad.lhs.scope == "block"
+    if not blocks or any(each != ("row", 1, 0) for each in plain):
         raise ValueError(
-            f"{name} needs a recipe that quantizes rows of x, without rotation and outliers, and "
-            f"computes the weight gradient in 16 bits, got {recipe}: use 'switchback', 'switchback_m', "
-            "'switchback_q' or 'fp8_switchback'"
+            f"{name} needs a recipe that quantizes rows of x, without rotated features and outliers, and "
+            f"computes the weight gradient in 16 bits or in blocks of tokens, got {recipe}: use "
+            "'switchback', 'switchback_m', 'switchback_q', 'switchback_hadamard' or 'fp8_switchback'"
         )
     longest = max(shape[1:])
     if longest > LONGEST_INT8_SUM:

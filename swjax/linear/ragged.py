@@ -30,9 +30,11 @@ def ragged_switchback(
 
     Row i of x belongs to the group e that ``cumsum(group_sizes)`` tells, and is multiplied with w[e], as by
     `swjax.switchback`: one scale per row of x and of the gradient, one scale per expert's weight (or one per
-    expert and channel). The weight gradient is a product in the dtype of x. Rows beyond the sum of the
-    groups are zero, in y and in the gradient of x. Inside `jax.jit` no group size is an error: negative
-    sizes count as zero, and groups end at the last row.
+    expert and channel). The weight gradient is a product in the dtype of x. `switchback_hadamard` computes it
+    in int8, from rotated rows, where that is faster: with at least 512 rows for an average expert, and
+    ``k n / (k + n)`` of at least 1,024. Rows beyond the sum of the groups are zero, in y and in the gradient
+    of x. Inside `jax.jit` no group size is an error: negative sizes count as zero, and groups end at the
+    last row.
 
     On NVIDIA GPUs from Ampere on, Triton kernels compute the products, also those of the recipe "standard"
     in 16 bits. On CPUs, XLA expands a ragged product to a dense one over all experts.
@@ -42,8 +44,8 @@ def ragged_switchback(
       w: [e, k, n], dtypes as for x; its gradient has the dtype of w. Or the QTensor of
         ``jax.vmap(swjax.quantize_weight)(w)``, which has no gradient.
       group_sizes: [e] integers, the number of rows of each expert.
-      recipe: a name in `swjax.recipes.RECIPES` or a `swjax.recipes.Recipe` that quantizes x row by row and
-        has no quantized weight gradient, rotation and outliers.
+      recipe: a name in `swjax.recipes.RECIPES` or a `swjax.recipes.Recipe` that quantizes x row by row,
+        without rotated features and outliers. Its weight gradient is in 16 bits or in blocks of tokens.
       out_dtype: dtype of y; None uses the dtype of x.
       precision: precision of the products without quantization, see `jax.lax.dot_general`.
       implementation: "xla", "triton" or None, which chooses; see `swjax.switchback`.

@@ -52,14 +52,12 @@ ragged.defvjp(_ragged_forward, _ragged_backward)
 
 
 def _quantized_input(x: jax.Array, layer: ExpertLayer) -> jax.Array | QTensor:
-    fwd = layer.recipe.fwd
-    q = experts.quantize_rows(fwd and fwd.lhs, x, layer)
+    q = experts.quantize_rows(layer.recipe.fwd, x, layer)
     return name_for_checkpoint(q, "swjax_x") if layer.recipe.save_quantized else q
 
 
 def _quantized_gradient(g: jax.Array, layer: ExpertLayer) -> jax.Array | QTensor:
-    dgrad = layer.recipe.dgrad
-    return experts.quantize_rows(dgrad and dgrad.lhs, g, layer)
+    return experts.quantize_rows(layer.recipe.dgrad, g, layer)
 
 
 def _restored(
@@ -166,4 +164,5 @@ def _exact_mlp(layers: MLPLayers, activation: str, x, ws, group_sizes):
         experts.exact_output(x, w, group_sizes, layer) for w, layer in zip(ws[:2], layers[:2])
     )
     h, _ = gated(gate, up, activation=activation)
+    assert h is not None, "high_precision=True"
     return experts.exact_output(h, ws[2], group_sizes, layers.down)
