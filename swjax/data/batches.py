@@ -113,9 +113,9 @@ class TrainBatches(Batches):
         self._coming, self._assembled = None, iter(())
 
     @property
-    def skipped(self) -> int:
-        """The number of examples that this process has skipped in the run."""
-        return self._state.skipped
+    def progress(self) -> Progress:
+        """The progress of this process after the batches so far."""
+        return self._state
 
     def position(self, gather: Callable[[np.ndarray], np.ndarray] = lambda own: own[None]) -> dict:
         """Returns the position after the batches so far, JSON-serializable, for another loader to continue.

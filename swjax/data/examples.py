@@ -36,12 +36,11 @@ class _Example:
         kinds.
         """
         try:
-            source = self._source
-            example = source.stored(index) if hasattr(source, "stored") else source[index]
-            image, scale = example["image"], decoding.resize_with_pillow
-            if isinstance(image, bytes):
-                image, scale = decoding.decode(image), decoding.resize
-            image = cut(image, self._size, scale)
+            example, image = look(self._source, index)
+            encoded = isinstance(example["image"], bytes)
+            image = cut(
+                image, self._size, decoding.resize if encoded else decoding.resize_with_pillow
+            )
             caption = choose_caption(example["captions"])
             return self._arrays(index, image, example["label"], caption)
         except Exception as error:
@@ -67,6 +66,22 @@ class _Example:
             "index": np.int64(index),
             "error": np.array(b"", _REASON),  # one dtype for all, so that they stack
         }
+
+
+def look(source: Source, index: int) -> tuple[dict, np.ndarray]:
+    """Reads an example as training does.
+
+    Returns:
+      The example, whose image may be the bytes of a file, and the pixels, uint8 [h, w, 3 or 4].
+
+    Raises:
+      Exception: whatever makes the example unusable.
+    """
+    example = source.stored(index) if hasattr(source, "stored") else source[index]
+    image = example["image"]
+    if not len(example["captions"]):
+        raise BadExample("there is no caption")
+    return example, decoding.decode(image) if isinstance(image, bytes) else image
 
 
 def reason(source: Source, index: int, error: Exception) -> str:

@@ -45,6 +45,9 @@ class Evaluator:
       graph: graph definition of the model.
       mesh: mesh of all devices; batches are sharded over it.
 
+    Attributes:
+      sets: the sets of `eval.zeroshot`, by name.
+
     Raises:
       ConfigError: a set of `eval.zeroshot` cannot be opened.
     """
@@ -61,7 +64,8 @@ class Evaluator:
             "on_bad": config.data.on_bad,
             "max_bad_share": config.data.max_bad_share,
         }
-        self._labelled = [self._zero_shot(each, each.set_name) for each in open_labelled(config)]
+        self.sets = open_labelled(config)
+        self._labelled = [self._zero_shot(each, name) for name, each in self.sets.items()]
         # The scores of the labelled sets, and the array `state["step"]` of their state. The array identifies
         # a state; its number does not, because a rollback repeats numbers with other parameters.
         self._labelled_scores: dict[str, Any] = {}
@@ -172,8 +176,8 @@ class Validation:
         self._waiting = None
 
 
-def open_labelled(config: ConfigDict) -> list[Labelled]:
-    """Opens the labelled sets of `eval.zeroshot`.
+def open_labelled(config: ConfigDict) -> dict[str, Labelled]:
+    """Opens the labelled sets of `eval.zeroshot`, by name.
 
     Raises:
       ConfigError: a set cannot be opened, two sets have the same name, or the processes have sets of
@@ -188,9 +192,10 @@ def open_labelled(config: ConfigDict) -> list[Labelled]:
         raise ConfigError(
             f"config.eval.zeroshot has two sets named {twice!r}: name each, as in NAME=KIND:WHERE"
         )
-    lengths = {source.set_name: len(source) for source in found}
+    sets = {source.set_name: source for source in found}
+    lengths = {name: len(source) for name, source in sets.items()}
     distributed.check_same("eval.zeroshot", "{} examples", lengths)
-    return found
+    return sets
 
 
 def evaluate_unseen(evaluate: Evaluator, state: Any) -> Evaluation:
