@@ -12,7 +12,7 @@ import optax
 from flax import nnx
 from ml_collections import ConfigDict
 
-from swjax import recipes
+from swjax import data, recipes
 from swjax.models import clip, sharding
 from swjax.nnx import set_layouts
 from swjax.training import config as config_lib
@@ -145,6 +145,13 @@ def model_config(config: ConfigDict) -> clip.CLIPConfig:
             **{name: c[name] for name in same},
             **sizes,
         )
+
+
+def fitting(config: ConfigDict) -> data.Fitting:
+    """Returns how pictures become squares according to the config."""
+    names = [field.name for field in dataclasses.fields(data.Fitting)]
+    given = {name: config.model.vision.get(name) for name in names}  # older versions lack the keys
+    return data.Fitting(**{name: value for name, value in given.items() if value})
 
 
 def compile_step(
