@@ -11,6 +11,7 @@ compare      measures how recipes and dtypes change layers and the loss
 data check   reads a data set as training does: counts, sizes, captions and bad examples
 data verify  verifies the checksums of the prepared icons
 convert      converts WebDataset tars to array_record
+export       writes the model of a run for open_clip, Hugging Face or big_vision, or as programs
 """
 
 import difflib
@@ -34,6 +35,7 @@ COMMANDS = {
     "compare": "swjax.tools.compare_precision",
     "data": "swjax.report.data_check",
     "convert": "swjax.data.convert",
+    "export": "swjax.inference.to_others",
 }
 # Commands of these commands, for suggestions.
 NESTED = ("diagnostics replay", "data check", "data verify")

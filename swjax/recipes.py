@@ -17,6 +17,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from swjax import auto
+from swjax.kept import KEPT_IN_LLMS as KEPT_IN_LLMS
+from swjax.kept import kept_kind as kept_kind
+
 R = TypeVar("R")
 
 QUANTIZED_DTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")
@@ -170,6 +174,16 @@ class Recipe:
         )
         return replace(self, fwd=fwd, dgrad=dgrad)
 
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """The dtypes of the operands of quantized products.
+
+        >>> RECIPES["fp8_switchback"].dtypes
+        ('float8_e4m3fn', 'float8_e5m2')
+        """
+        products = (self.fwd, self.dgrad, self.wgrad)
+        return tuple(sorted({q.dtype for p in products if p for q in (p.lhs, p.rhs)}))
+
     def implementation(self, of_model: str | None) -> str | None:
         """The implementation of a layer with this recipe, in a model that names one for all its layers.
 
@@ -271,25 +285,15 @@ RECIPES: dict[str, Recipe] = {
 }
 
 
-# Parts of paths of parameters that language models keep in 16 bits; a part is what stands between slashes.
-_KEPT = {
-    "lora": r"\w*lora_?[ab](?:_\w+)?",
-    "head": r"(?:\w+_)?head|logits?(?:_?dense)?|lm_logits|embed_out|unembed\w*|output_(?:layer|projection)",
-    "router": r"\w*router\w*|\w*expert_gate|gating",
-    "gate": r"gate",
-    "embedding": r"\w*embed\w*|wte|wpe|(?:\w+_)?emb",
-    "norm": r"\w*norm(?:_?\d+|_\w)?|ln(?:_?\w)?",
-}
-# A regular expression of these parameters: see `swjax.quantized`.
-KEPT_IN_LLMS = (
-    r"(?i)(?:.*[/.])?(?:"
-    + "|".join(f"(?P<{kind}>{part})" for kind, part in _KEPT.items())
-    + r")(?:[/.].*)?|(?P<output>(?:params/|model/)*output[/.]\w+)"
-)
+NAMES = (auto.NAME, *RECIPES)
 
 
-def get(recipe: str | Recipe) -> Recipe:
+def get(recipe: str | Recipe, *shapes: tuple[int, int]) -> Recipe:
     """Looks up a recipe by name; returns a Recipe unchanged.
+
+    Args:
+      recipe: a name in `RECIPES`; "auto", see `swjax.auto.choose`; or a Recipe.
+      *shapes: (k, n) of the weights that will follow it, for "auto".
 
     >>> get("switchback").wgrad is None
     True
@@ -299,9 +303,9 @@ def get(recipe: str | Recipe) -> Recipe:
     """
     if isinstance(recipe, Recipe):
         return recipe
-    if not isinstance(recipe, str) or recipe not in RECIPES:  # a dict is not hashable
-        raise ValueError(f"recipe must be one of {', '.join(RECIPES)} or a Recipe, got {recipe!r}")
-    return RECIPES[recipe]
+    if not isinstance(recipe, str) or recipe not in NAMES:  # a dict is not hashable
+        raise ValueError(f"recipe must be one of {', '.join(NAMES)} or a Recipe, got {recipe!r}")
+    return RECIPES[auto.choose(*shapes) if recipe == auto.NAME else recipe]
 
 
 def get_all(recipes: Mapping[str, str | Recipe]) -> dict[str, Recipe]:
@@ -348,16 +352,6 @@ def first_match(
                 chosen[path] = recipe
                 break
     return chosen
-
-
-def kept_kind(path: str) -> str:
-    """The kind of parameter that `KEPT_IN_LLMS` finds in a path; "" if it does not match.
-
-    >>> kept_kind("layers/3/mlp/router/kernel"), kept_kind("layers/3/mlp/gate_proj/kernel")
-    ('router', '')
-    """
-    match = re.fullmatch(KEPT_IN_LLMS, path)
-    return (match and match.lastgroup) or ""
 
 
 def _check_patterns(patterns: Iterable[str]) -> None:

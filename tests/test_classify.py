@@ -1,11 +1,13 @@
-"""`swjax classify` prints names by probability, and one line for a mistake."""
+"""`swjax classify` and `swjax export`: what they print and write, and one line for a mistake."""
 
+import numpy as np
 import pytest
 from clip_oracle import random_model, small_config
 from flax import nnx
 from photographs import jpeg
 
-from swjax import interop
+from swjax import inference, interop
+from swjax.inference import to_others
 from swjax.inference.classify import main
 from swjax.models import clip
 
@@ -61,3 +63,17 @@ def test_a_second_picture_is_not_a_name(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["model", f"{tmp_path}/a.jpg", f"{tmp_path}/b.jpg", "cat"])
     assert "b.jpg' is a file: give one picture, then names of classes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("layout", ["open_clip", "huggingface", "big_vision"])
+def test_exported_models_keep_their_embeddings(layout, weights, tmp_path, capsys):
+    assert to_others.main([weights, f"{tmp_path}/out", f"--layout={layout}"]) == (
+        2 if layout == "big_vision" else 0  # it has no name for the class token
+    )
+    captured = capsys.readouterr()
+    if layout == "big_vision":
+        assert captured.err.startswith("swjax export: ") and captured.err.count("\n") == 1
+        return
+    assert captured.out.startswith("opens in ") and f"{tmp_path}/out" in captured.out
+    before, after = (inference.load(path) for path in (weights, f"{tmp_path}/out"))
+    np.testing.assert_array_equal(before.classifier(["a", "b"]), after.classifier(["a", "b"]))

@@ -145,9 +145,9 @@ def test_what_is_left_out_is_said(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "s" / "a").mkdir(parents=True)
     (tmp_path / "s" / "a" / "1.jpg").write_bytes(jpeg(0))
-    (tmp_path / "s" / "a" / "1.heic").touch()
+    (tmp_path / "s" / "a" / "1.jxl").touch()
     assert main(["check", "s"]) == 0
-    assert "left out     1 file is not read: 1 .heic; convert HEIC" in capsys.readouterr().out
+    assert "left out     1 file is not read: 1 .jxl; convert JPEG XL" in capsys.readouterr().out
 
 
 def test_a_damaged_file_is_named(tmp_path, monkeypatch, capsys):

@@ -200,6 +200,7 @@ def test_a_run_goes_on_with_another_mesh(micro, tmp_path):
 # ------------------------------------------------------------------------- two real processes
 
 
+@pytest.mark.release
 def test_two_processes_train_stop_and_go_on_as_one(micro, shared_cache, tmp_path):
     """SIGTERM is sent to one of two processes; both save the same step, and one process resumes from it."""
     two, one, rest = (tmp_path / name for name in ("two", "one", "rest"))

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from swjax.kernels import targets
 from swjax.kernels.formats import QTensor, to_float32
 
 
@@ -81,7 +82,7 @@ def matmul(
         ).astype(jnp.float32)
     else:
         # Every fp8 value is exact in bf16 and in fp32; bf16 products are slow on CPUs.
-        exact = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+        exact = jnp.float32 if targets.platform() == "cpu" else jnp.bfloat16
         accumulator = lax.dot_general(
             a.values.astype(exact),
             b.values.astype(exact),

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from swjax.data.files import HEIF_REMEDY, has_heif
 from swjax.data.skipping import BadExample
 from swjax.packages import require
 
@@ -23,9 +24,11 @@ if TYPE_CHECKING:
     from PIL import Image
 
 MOST_PIXELS = 2**26  # limit per image, because a small file can decode to any size
-# Formats that are not read, by their first bytes, in which a dot is any byte.
+_HEIC = rb"....ftyp(heic|heix|heim|heis|hevc|hevx|mif1|msf1)"
+# Formats that are not read here, by their first bytes, in which a dot is any byte. Some builds of Pillow lack
+# AVIF or JPEG 2000.
 _OTHERS = {
-    rb"....ftyp(heic|heix|heim|heis|hevc|hevx|mif1|msf1)": "a HEIC picture",
+    _HEIC: "a HEIC picture",
     rb"....ftypavi[fs]": "an AVIF picture",
     rb"....jP  |\xff\x4f\xff\x51": "a JPEG 2000 picture",
     rb"....JXL |\xff\x0a": "a JPEG XL picture",
@@ -33,7 +36,8 @@ _OTHERS = {
     rb"\s*(<\?xml[^>]*>\s*)?(<!--.*?-->\s*)?<svg": "an SVG drawing",
     rb"%PDF": "a PDF document",
 }
-_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # Pillow could parse many more formats
+# Pillow could parse many more formats. pillow-heif adds HEIF.
+_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "HEIF")
 _START = 1024  # bytes that tell the format
 _ORIENTATION = 0x0112  # EXIF tag
 _PHOTOMETRIC = 0x0106  # TIFF tag; 0 means that level 0 is white
@@ -44,7 +48,7 @@ def decode(data: bytes) -> np.ndarray:
     """Decodes an image to 8-bit RGB, with the conversions of `rgb`.
 
     Args:
-      data: a JPEG, PNG, WebP, GIF, BMP or TIFF file.
+      data: a JPEG, PNG, WebP, GIF, BMP, TIFF, AVIF or JPEG 2000 file; with pillow-heif also HEIC.
 
     Returns:
       uint8 [h, w, 3].
@@ -73,7 +77,7 @@ def decode_with_pillow(data: bytes) -> np.ndarray:
     from PIL import Image, UnidentifiedImageError
 
     try:
-        with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
+        with Image.open(io.BytesIO(data), formats=_formats()) as image:
             _check_size(image.height, image.width)
             return rgb(image)
     except Image.DecompressionBombError:
@@ -83,8 +87,23 @@ def decode_with_pillow(data: bytes) -> np.ndarray:
     except UnidentifiedImageError:
         for start, name in _OTHERS.items():
             if re.match(start, data[:_START], re.DOTALL):
-                raise BadExample(f"{name}, which is not read: convert it to JPEG or PNG") from None
+                heic = start == _HEIC and not has_heif()
+                remedy = f"convert it to JPEG or PNG{', or ' + HEIF_REMEDY if heic else ''}"
+                raise BadExample(f"{name}, which is not read: {remedy}") from None
         raise BadExample(f"not an image: {len(data)} bytes that start with {data[:8]!r}") from None
+
+
+@functools.cache
+def _formats() -> tuple[str, ...]:
+    """The formats among `_FORMATS` that this Pillow knows."""
+    from PIL import Image
+
+    if has_heif():
+        import pillow_heif
+
+        pillow_heif.register_heif_opener()
+    Image.init()
+    return tuple(name for name in _FORMATS if name in Image.OPEN)
 
 
 def rgb(image: "Image.Image") -> np.ndarray:

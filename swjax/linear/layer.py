@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from swjax.kernels import dispatch, reference
+from swjax.kernels import dispatch, reference, targets
 from swjax.kernels.reference import QTensor
 from swjax.linear.layouts import Spec, as_matrix, quantized_specs, specs_of
 from swjax.linear.sharding import Sharding
@@ -61,7 +61,7 @@ class Layer:
 
         GPU kernels need this order. XLA for CPUs supports either axis, and is slow after a transpose.
         """
-        return jax.default_backend() == "gpu" and self.implementation != "xla"
+        return targets.platform(self.sharding.mesh) == "gpu" and self.implementation != "xla"
 
 
 class Operand(NamedTuple):

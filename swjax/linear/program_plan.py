@@ -144,7 +144,7 @@ class Planner:
             reason = choice.reason
         product = TracedProduct(
             " + ".join(dict.fromkeys(path for o in found if o for path in o.paths)),
-            f"ragged {equation} by XLA" if ragged else equation,
+            f"ragged {equation}" if ragged else equation,
             (lhs.shape, rhs.shape),
             2 * lhs.size * math.prod(columns) * repeats,
             choice.recipe,

@@ -4,8 +4,10 @@ The plan trains nothing and needs no GPU. `swjax.tools.memory_model` predicts th
 predict the time.
 """
 
+import contextlib
 import dataclasses
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +19,8 @@ from ml_collections import ConfigDict
 from swjax.data.batches import check_batch_size
 from swjax.data.examples import look
 from swjax.data.skipping import Skips
+from swjax.kernels import chips
+from swjax.kernels.targets import compiling_for
 from swjax.models import sharding
 from swjax.models.config import CLIPConfig
 from swjax.tools.memory_model import GIB, Memory, Mesh, most_pairs, predict
@@ -33,6 +37,7 @@ from swjax.training.state.mirror import Mirror
 
 # Memory of a GPU in GiB, as its driver reports it.
 GPUS = {
+    "b200": 179.1,
     "h200": 139.8,
     "h100-80": 79.1,
     "a100-80": 79.2,
@@ -40,8 +45,10 @@ GPUS = {
     "l40s": 44.4,
     "a10g": 22.1,
     "l4": 22.0,
+    "rtx5090": 31.8,
     "rtx4090": 23.5,
 }
+ALIASES = {"h100": "h100-80", "a100": "a100-40", "4090": "rtx4090", "5090": "rtx5090"}
 # Training throughput in images per second on one GPU, at 224 pixels, with half of the patches dropped:
 # (no block recomputed, all blocks recomputed). These are the newest rows of train_step_matrix_h200.json,
 # train_step_h200.json and train_step_h100.json in benchmarks/results. None was not measured.
@@ -91,7 +98,7 @@ class Hardware(NamedTuple):
     """The devices that a plan is for.
 
     Attributes:
-      kind: a key of `GPUS`, or the kind of this machine's devices.
+      kind: a key of `GPUS`, the memory of an unknown device, or the kind of this machine's devices.
       devices: number of devices.
       limit: bytes that JAX may use on each device, or None if unknown.
     """
@@ -104,19 +111,31 @@ class Hardware(NamedTuple):
     def parse(cls, text: str) -> "Hardware":
         """Parses "KIND:COUNT" or "KIND"; "" means the devices of this machine.
 
+        The kind is a GPU, or the memory of any other device, such as "48GiB".
+
         Raises:
           ConfigError: the kind is unknown, or the count is not a positive number.
+
+        >>> Hardware.parse("H100:8").kind, Hardware.parse("48GiB").limit / 2**30
+        ('h100-80', 36.0)
         """
         if not text:
             device = jax.devices()[0]
             stats = (device.memory_stats() or {}) if device.platform == "gpu" else {}
             return cls(device.device_kind, jax.device_count(), stats.get("bytes_limit"))
-        kind, _, count = text.partition(":")
-        if kind not in GPUS:
-            raise ConfigError(f"--hardware={text} is unknown: choose from {', '.join(GPUS)}")
+        name, _, count = text.partition(":")
+        kind = ALIASES.get(name.lower(), name.lower())
+        memory = re.fullmatch(r"(\d+(?:\.\d+)?)gib", kind)
+        gib = GPUS.get(kind) or float(memory[1] if memory else 0)
+        if not gib:
+            known = ", ".join([*ALIASES, *GPUS])
+            raise ConfigError(
+                f"--hardware={text} is unknown: choose from {known}, or write the memory of a device, such "
+                "as 48GiB:8"
+            )
         if not (count or "1").isdecimal() or int(count or 1) < 1:
-            raise ConfigError(f"--hardware={text}: write KIND:COUNT, such as {kind}:8")
-        return cls(kind, int(count or 1), fraction() * GPUS[kind] * GIB)
+            raise ConfigError(f"--hardware={text}: write KIND:COUNT, such as {name}:8")
+        return cls(kind, int(count or 1), fraction() * gib * GIB)
 
 
 def fraction() -> float:
@@ -186,7 +205,9 @@ def make(config: ConfigDict, hardware: Hardware) -> Plan:
         sizes = sharding.mesh_sizes(hardware.devices, **config.mesh)
     mesh = Mesh(*sizes)
     config_lib.validate(config, batch_shards=mesh.shards)
-    model = model_config(config)
+    chip = chips.find(hardware.kind)
+    with compiling_for(chip.name) if chip else contextlib.nullcontext():
+        model = model_config(config)
     splits = open_splits(config)
     source = splits["train"]
     with blame_data():  # as at the start of a run
@@ -248,7 +269,7 @@ def lines(plan: Plan) -> Iterator[str]:
     yield f"plan for {hardware.devices} x {hardware.kind}" + _limit(hardware)
     yield _line(
         "model",
-        f"{c.model.name}, {plan.parameters:,} parameters, {c.model.recipe}, {c.model.dtype}, "
+        f"{c.model.name}, {plan.parameters:,} parameters, {plan.model.recipe}, {c.model.dtype}, "
         f"remat={c.model.remat}",
     )
     captions = ", ".join(repr(caption[:60]) for caption in plan.shown)
@@ -371,7 +392,7 @@ def _time(plan: Plan) -> Iterator[str]:
     """The predicted time from the recorded rate of this model, recipe and GPU, and the loader processes."""
     c = plan.config
     usual = c.data.image_size == 224 and c.model.patch_dropout == 0.5 and c.model.remat in _REMATS
-    rates = RATES.get(plan.hardware.kind, {}).get((c.model.name, c.model.recipe))
+    rates = RATES.get(plan.hardware.kind, {}).get((c.model.name, str(plan.model.recipe)))
     rate = rates[_REMATS.index(c.model.remat)] if rates and usual else None
     if rate is None or c.train.concurrent_kernels or c.optimizer.name == "muon":
         yield _line("time", "not measured for this model, recipe, remat, optimizer and hardware")

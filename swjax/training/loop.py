@@ -23,7 +23,7 @@ from swjax.training.log.console import Console
 from swjax.training.log.results import is_finished, record_setup, tell_results, write_results
 from swjax.training.log.step_log import StepLog
 from swjax.training.log.timing import Timing, is_due
-from swjax.training.setup import assemble, check_config, use_compilation_cache
+from swjax.training.setup import assemble, check_config, settle_recipe, use_compilation_cache
 from swjax.training.state.checkpoint import Checkpoints, check_shared, lock
 from swjax.training.state.mirror import Mirror
 from swjax.training.state.restore import finished_steps, init_or_restore
@@ -57,6 +57,7 @@ def train_and_evaluate(config: ConfigDict, workdir: str | Path) -> int:
         distributed.first_does(lambda: stack.enter_context(lock(workdir)))
         check_shared(workdir)
         distributed.first_does(mirror.fetch)
+        config = settle_recipe(config, workdir)
         interrupt = stack.enter_context(catch())
         stack.enter_context(bad_examples)
         stack.enter_context(blame_data())
