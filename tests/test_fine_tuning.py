@@ -238,6 +238,7 @@ def test_all_differences_are_named_at_once_and_plan_names_them_too(micro, tmp_pa
 
 
 SIGLIP = {"model__architecture": "siglip", "model__embed_dim": 0, "train__loss": "sigmoid"}
+SIGLIP |= {"model__vision__resize_mode": "squash"}
 
 
 @pytest.mark.parametrize("layout", ["siglip", "big_vision"])

@@ -7,7 +7,7 @@ import pytest
 from micro_run import MICRO, records, train
 from photographs import encoded, photograph, write_tars
 
-from swjax import data
+from swjax.data import survey
 from swjax.report import data_check
 from swjax.tools import plan
 from swjax.training import config as config_lib
@@ -160,14 +160,14 @@ class Pictures:
 
 
 def test_a_survey_of_a_large_set_is_a_sample_in_bounded_time():
-    found = data.survey(Pictures())
-    assert found.read == data.SAMPLE and 25 < len(found.bad) < 75
-    parts = [data.survey(Pictures(), part=part, parts=3) for part in range(3)]
+    found = survey.survey(Pictures())
+    assert found.read == survey.SAMPLE and 25 < len(found.bad) < 75
+    parts = [survey.survey(Pictures(), part=part, parts=3) for part in range(3)]
     assert sorted(found.bad) == sorted(bad for part in parts for bad in part.bad)
     assert found.bad[0][1] == "ValueError: torn"
-    assert data.survey(Pictures(), seconds=0).read == 16
-    assert data.refusal(len(found.bad), found.read, found.examples, 0.01).startswith("about ")
-    assert not data.refusal(len(found.bad), found.read, found.examples, 0.04)
+    assert survey.survey(Pictures(), seconds=0).read == 16
+    assert survey.refusal(len(found.bad), found.read, found.examples, 0.01).startswith("about ")
+    assert not survey.refusal(len(found.bad), found.read, found.examples, 0.04)
 
 
 @pytest.mark.release

@@ -1,30 +1,26 @@
 """Image-text data: sources of examples, batches, tokenized captions and preprocessed pixels."""
 
 from swjax.data.batches import loader
-from swjax.data.images import preprocess, random_resized_crop
+from swjax.data.images import Fitting, preprocess, random_resized_crop
 from swjax.data.mixture import Mixture
 from swjax.data.processes import LostProcess
 from swjax.data.skipping import BadData, log_to
 from swjax.data.sources import Source, fingerprint, prepare, source, templates
-from swjax.data.survey import SAMPLE, Survey, refusal, survey
 from swjax.data.tokenizer import tokenize
 
 __all__ = [
-    "SAMPLE",
     "BadData",
+    "Fitting",
     "LostProcess",
     "Mixture",
     "Source",
-    "Survey",
     "fingerprint",
     "loader",
     "log_to",
     "prepare",
     "preprocess",
     "random_resized_crop",
-    "refusal",
     "source",
-    "survey",
     "templates",
     "tokenize",
 ]

@@ -193,12 +193,15 @@ def _check_size(height: int, width: int) -> None:
         raise BadExample(f"the image has {height} x {width} pixels; at most {MOST_PIXELS} are read")
 
 
-def resize(image: np.ndarray, height: int, width: int | None = None) -> np.ndarray:
-    """Resizes an image with an antialiased bicubic filter.
+def resize(
+    image: np.ndarray, height: int, width: int | None = None, interpolation: str = "bicubic"
+) -> np.ndarray:
+    """Resizes an image with an antialiased filter.
 
     Args:
       image: uint8 [h, w, 3].
       height, width: size of the result in pixels; the default width is the height.
+      interpolation: "bicubic" or "bilinear".
 
     Returns:
       uint8 [height, width, 3].
@@ -207,17 +210,20 @@ def resize(image: np.ndarray, height: int, width: int | None = None) -> np.ndarr
     if image.shape[:2] == (height, width):
         return image
     if not has_fast_resize():
-        return resize_with_pillow(image, height, width)
+        return resize_with_pillow(image, height, width, interpolation)
     import cykooz_resizer as fast
 
     if not hasattr(_local, "resizer"):  # a resizer is not thread-safe
         _local.resizer = fast.Resizer()
-        filter_type = fast.ResizeAlg.convolution(fast.FilterType.catmull_rom)
-        _local.options = fast.ResizeOptions(filter_type, use_alpha=False)
+        filters = {"bicubic": fast.FilterType.catmull_rom, "bilinear": fast.FilterType.bilinear}
+        _local.options = {
+            name: fast.ResizeOptions(fast.ResizeAlg.convolution(one), use_alpha=False)
+            for name, one in filters.items()
+        }
     kind = fast.PixelType.U8x3
     source = fast.ImageData(image.shape[1], image.shape[0], kind, image.tobytes())
     scaled = fast.ImageData(width, height, kind)
-    _local.resizer.resize(source, scaled, _local.options)
+    _local.resizer.resize(source, scaled, _local.options[interpolation])
     return np.frombuffer(scaled.get_buffer(), np.uint8).reshape(height, width, 3)
 
 
@@ -231,7 +237,9 @@ def has_fast_resize() -> bool:
     return True
 
 
-def resize_with_pillow(image: np.ndarray, height: int, width: int | None = None) -> np.ndarray:
+def resize_with_pillow(
+    image: np.ndarray, height: int, width: int | None = None, interpolation: str = "bicubic"
+) -> np.ndarray:
     """The reference implementation of `resize`. It also accepts opacity, which then weights the colors."""
     from PIL import Image
 
@@ -239,4 +247,4 @@ def resize_with_pillow(image: np.ndarray, height: int, width: int | None = None)
     if image.shape[:2] == (height, width):
         return image
     pixels = Image.fromarray(np.ascontiguousarray(image))
-    return np.asarray(pixels.resize((width, height), Image.Resampling.BICUBIC))
+    return np.asarray(pixels.resize((width, height), Image.Resampling[interpolation.upper()]))

@@ -16,6 +16,7 @@ from swjax.training.faults.failures import blame_data_path
 from swjax.training.inputs import UNSCORED, open_source
 from swjax.training.log.step_log import StepLog, as_json
 from swjax.training.log.timing import Timing, is_due
+from swjax.training.setup import fitting
 
 PREDICTIONS = 24  # number of unseen images in the report
 CAPTIONS = 5  # number of unseen captions in the report, if the data have no classes
@@ -60,6 +61,7 @@ class Evaluator:
             "batch_size": config.eval.batch_size,
             "context_length": config.data.context_length,
             "image_size": config.data.image_size,
+            "fitting": fitting(config),
             "share": sharding.batch_share(mesh),
             "on_bad": config.data.on_bad,
             "max_bad_share": config.data.max_bad_share,

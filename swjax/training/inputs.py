@@ -9,12 +9,13 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from swjax import data
+from swjax.data.survey import SAMPLE, Survey, refusal, survey
 from swjax.models import sharding
 from swjax.training import distributed
 from swjax.training.config import ConfigError, blame
 from swjax.training.faults.failures import blame_data, blame_data_path
 from swjax.training.log.timing import Timing
-from swjax.training.setup import Parts
+from swjax.training.setup import Parts, fitting
 
 logger = logging.getLogger("swjax.training.inputs")
 
@@ -130,12 +131,12 @@ def check_pictures(config: ConfigDict, sets: Mapping[str, Any]) -> list[str]:
         if not source.photographs:
             continue
         part = {"part": jax.process_index(), "parts": jax.process_count()}
-        found = data.survey(source, **part)
+        found = survey(source, **part)
         own = np.array([found.read, len(found.bad)], np.int64)
         read, bad = distributed.all_processes(own).sum(axis=0).tolist()
         with distributed.all_or_none():
             _check_survey(config.data, name, found, read, bad)
-        if bad or read < min(data.SAMPLE, len(source)):
+        if bad or read < min(SAMPLE, len(source)):
             which = ": ".join(found.bad[0]) if found.bad else ""
             said.append(
                 f"{name}: {read:,} of {len(source):,} examples were read before the first step; {bad:,} "
@@ -144,14 +145,14 @@ def check_pictures(config: ConfigDict, sets: Mapping[str, Any]) -> list[str]:
     return said
 
 
-def _check_survey(c: ConfigDict, name: str, found: data.Survey, read: int, bad: int) -> None:
+def _check_survey(c: ConfigDict, name: str, found: Survey, read: int, bad: int) -> None:
     """Raises a ConfigError in the processes that have seen bad examples, if these would end the run."""
     which = ": ".join(found.bad[0]) if found.bad else ""
     if which and c.on_bad == "stop":
         raise ConfigError(
             f"config.data: {name}: cannot read {which}: repair it, or set config.data.on_bad=skip"
         )
-    why = data.refusal(bad, read, found.examples, c.max_bad_share)
+    why = refusal(bad, read, found.examples, c.max_bad_share)
     if which and why:
         raise ConfigError(
             f"config.data: {name}: {why}, such as {which}: `swjax data check` lists them; repair them, or "
@@ -317,6 +318,7 @@ def open_batches(
             position=position,
             context_length=c.context_length,
             image_size=c.image_size,
+            fitting=fitting(config),
             process_index=share.index,
             process_count=share.count,
             workers=c.workers,
