@@ -284,6 +284,56 @@ def test_symmetric_products_run_on_tensor_cores_with_wide_loads(
         assert_no_spills(kernel, tmp_path)
 
 
+# Mixtral-8x7B: rows, width, width of the hidden layer, experts.
+M, WIDTH, INNER, EXPERTS = 32_768, 4096, 14_336, 8
+SIZES = array((EXPERTS,), "int32")
+STACK = QTensor(array((EXPERTS, INNER, WIDTH), "int8"), array((EXPERTS, 1, 1)))
+ROWS_X, ROWS_G = array((M, WIDTH), "bfloat16"), array((M, INNER), "bfloat16")
+RAGGED = {
+    "int8": ("ragged_matmul", (quantized(M, WIDTH), STACK, SIZES), {"axis": 2}),
+    "16 bits": (
+        "ragged_matmul",
+        (ROWS_X, array((EXPERTS, WIDTH, INNER), "bfloat16"), SIZES),
+        {"axis": 1},
+    ),
+    "16 bits, input gradient": (
+        "ragged_matmul",
+        (ROWS_G, array((EXPERTS, WIDTH, INNER), "bfloat16"), SIZES, ROWS_X),
+        {"axis": 2},
+    ),
+    "weight gradient": ("ragged_weight_gradient", (ROWS_X, ROWS_G, SIZES), {}),
+    "rotated weight gradient": (
+        "ragged_block_weight_gradient",
+        (ROWS_X, (ROWS_G,), SIZES),
+        {"dtypes": ("int8", "int8"), "block": 1024, "rotation": 128},
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "capability, case",
+    [
+        *((90, case) for case in ("int8", "16 bits", "weight gradient")),
+        *(release(90, case) for case in ("16 bits, input gradient", "rotated weight gradient")),
+        *(release(80, case) for case in RAGGED),
+    ],
+)
+def test_ragged_products_run_on_tensor_cores_with_wide_loads(compiled, capability, case, tmp_path):
+    operation, arrays, options = RAGGED[case]
+    kernel = compiled(capability, in_triton(operation), *arrays, out_dtype="bfloat16", **options)
+    kind = "s32.*s8" if case in ("int8", "rotated weight gradient") else "f32.*bf16"
+    found = instructions(kernel, r"wgmma\.mma|mma\.sync")
+    assert found and all(re.search(kind, name) for name in found)
+    assert all(name.startswith("wgmma") for name in found) or capability == 80
+    loads = instructions(kernel, r"cp\.async\.c[ag]|ld\.global")
+    assert loads.pop("cp.async.cg.shared.global")
+    # Tables, scales and the addend.
+    assert loads.keys() <= {"ld.global.b32", "ld.global.v2.b32", "ld.global.v4.b32"}, loads
+    assert instructions(kernel, r"st\.global").keys() == {"st.global.v4.b32"}
+    if capability == 90:
+        assert_no_spills(kernel, tmp_path)
+
+
 # --- Mosaic -------------------------------------------------------------------------------------------
 
 
