@@ -37,12 +37,12 @@ class Step(NamedTuple):
     Attributes:
       execute: a function of the step, the values of the operands, and these before casts and reshards; it
         returns the same two lists for the results. The second may be shorter: what it lacks is as the values.
-      eqn: the equation.
+      eqn: the equation, or a `Group`.
       bodies: the plans of the jaxprs that it runs.
     """
 
     execute: Callable[["Step", Arrays, Arrays], tuple[Arrays, Arrays]]
-    eqn: core.JaxprEqn
+    eqn: Any
     bodies: "tuple[Plan, ...]" = ()
 
 
@@ -68,14 +68,15 @@ class Plan(NamedTuple):
         return any(step.execute not in (as_it_is, move) for step in self.steps)
 
     def grouped(self, known: "dict[tuple, Callable]") -> "Plan":
-        """Returns the plan with equations that run as they are in groups, which JAX traces once for equal layers.
+        """Returns the plan with equations that run as they are in groups; JAX traces those of equal layers once.
 
         Args:
           known: {what determines a group: its function}; groups are added.
         """
         if not self.changes:  # nothing will run its steps
             return self
-        steps, last = [], set(self.jaxpr.outvars)
+        steps: list[Step] = []
+        last = set(self.jaxpr.outvars)
         for key, group in reversed([(k, list(g)) for k, g in groupby(self.steps, _group_of)]):
             steps[:0] = group if key is None else [_as_one(group, last, known)]
             last |= {
