@@ -127,6 +127,11 @@ def record() -> Iterator[list[tuple[str, str]]]:
         yield calls
 
 
+def is_recording() -> bool:
+    """Whether `record` lists operations."""
+    return _calls.value is not None
+
+
 class _Calls(list):
     """A list that is hashed and compared by identity, as the value of a context of JAX."""
 
