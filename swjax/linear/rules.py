@@ -91,7 +91,7 @@ def _quantized_input(x: Any, prologue: Prologue | Gated | None, layer: Layer) ->
         fusable = prologue.whole_rows or not sharding.sharded_axes(sharding.k)
         quantize_to = fwd.lhs.dtype if quantizes_rows(fwd) and fusable else None
         x, q = apply(prologue, x, layer, quantize_to=quantize_to)
-    if q is None and fwd is not None and not fwd.outlier_threshold:
+    if q is None and fwd is not None and not (fwd.outlier_threshold or fwd.in_blocks):
         q = quantize_sharded(fwd.lhs, x, sharding.x, -1, layer)
     if q is not None and layer.recipe.save_quantized:
         q = name_for_checkpoint(q, "swjax_x")
@@ -103,7 +103,7 @@ def _quantized_weight(w: jax.Array | QTensor, layer: Layer) -> Operand:
     fwd = layer.recipe.fwd
     if isinstance(w, QTensor):
         return Operand(transposed=w)
-    if fwd is None:
+    if fwd is None or fwd.in_blocks:  # blocks extend along the axis that a product sums over
         return Operand(w)
     if layer.quantizes_weight_once and layer.reads_last_axis:
         known = Operand(None, *quantize_weight_both_ways(w, fwd.rhs.dtype, layer))
