@@ -48,7 +48,7 @@ OPERATIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "ragged": {
         "ragged_matmul": ("mosaic_gpu", "triton"),
         "ragged_weight_gradient": ("triton",),
-        "ragged_block_weight_gradient": ("triton",),
+        "ragged_block_weight_gradient": ("mosaic_gpu", "triton"),
     },
     "norms": {
         "layer_norm": ("triton",),

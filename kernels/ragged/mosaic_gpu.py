@@ -1,7 +1,8 @@
 """Products of rows that are sorted by group, on Hopper.
 
 Copies need rows that start at a multiple of ALIGNMENT, because operands in shared memory are cut into
-pieces of 8 rows. So the first tile of a group may start in the group before, and only its own rows are written.
+pieces of 8 rows. So the first tile of a group may start in the group before; only the group's own rows are
+written.
 """
 
 from collections.abc import Callable
@@ -22,8 +23,14 @@ from swjax.kernels.mosaic_gpu import pipeline
 from swjax.kernels.mosaic_gpu.pipeline import HALF, LINE, TILE_M, TILE_N, Ref, Scratch, SumSteps
 from swjax.kernels.products.mosaic_gpu.product import TiledWork
 from swjax.kernels.products.tiles import MosaicTile
+from swjax.kernels.ragged.mosaic_gpu_blocks import (
+    ragged_block_weight_gradient,
+    why_not_block_weight_gradient,
+)
 from swjax.kernels.ragged.schedule import aligned_tiles, bounds
 from swjax.kernels.ragged.tiles import mosaic_cluster, mosaic_tile
+
+__all__ = ["WHY_NOT", "ragged_block_weight_gradient", "ragged_matmul"]
 
 ALIGNMENT = 8
 
@@ -353,4 +360,7 @@ def why_not(
     return None if n > piece else Unavailable(f"needs n above {piece}, got {n}: use 'triton'")
 
 
-WHY_NOT = {"ragged_matmul": why_not}
+WHY_NOT = {
+    "ragged_matmul": why_not,
+    "ragged_block_weight_gradient": why_not_block_weight_gradient,
+}

@@ -159,3 +159,19 @@ def blocks_of_groups(
     to = jnp.where(known, offsets[inside] + first - starts[inside], 0)
     counts = (ends - starts + block - 1) // block
     return jnp.stack([first, length, to]), jnp.stack([_running(jnp.sum, counts) - counts, counts])
+
+
+def largest_first(first: jax.Array, count: jax.Array) -> jax.Array:
+    """Puts the longest sums first, so that none of them starts when all others have ended.
+
+    Args:
+      first, count: int32 [e], where the sum of a group starts, and its length.
+
+    Returns:
+      int32 [3, e]: the groups in their new order, and their `first` and `count`.
+
+    >>> largest_first(jnp.array([0, 2, 2]), jnp.array([2, 0, 7])).tolist()
+    [[2, 0, 1], [2, 0, 2], [7, 2, 0]]
+    """
+    order = jnp.argsort(-count).astype(jnp.int32)
+    return jnp.stack([order, first[order], count[order]])
