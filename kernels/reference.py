@@ -42,6 +42,7 @@ from swjax.kernels.ragged.reference import (
     ragged_weight_gradient,
 )
 from swjax.kernels.rotations.reference import quantize_rotated, rotate_features
+from swjax.kernels.symmetric.reference import symmetric_product
 from swjax.kernels.weight_gradients.reference import weight_gradient, weight_gradient_group
 
 __all__ = [
@@ -78,6 +79,7 @@ __all__ = [
     "rotate_features",
     "round_to_fp8",
     "scale_of",
+    "symmetric_product",
     "weight_gradient",
     "weight_gradient_group",
 ]

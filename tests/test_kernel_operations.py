@@ -399,6 +399,40 @@ def test_leading_axes_of_a_product(operation, implementation, shape):
     np.testing.assert_array_equal(run(operation, stacked, b, **options), flat.reshape(2, 3, 16))
 
 
+# Tiles of one size divide the rows of the first and the fourth. [batch, m, k]
+SYMMETRIC = [(2, 256, 128), (3, 200, 72), (1, 1, 1), (4, 1280, 5120)]
+
+
+@implementations.each(
+    "symmetric_product",
+    compiled=SYMMETRIC,
+    interpreted=SYMMETRIC[:3],
+    kept=2,
+    options=("dtype, contract", [("bfloat16", -1), ("float16", -2)]),
+    few_options=[("float16", -2)],
+)
+def test_symmetric_products(operation, implementation, shape, dtype, contract):
+    """Gram matrices, and products of commuting matrices with all terms; kernels copy tiles beside the diagonal."""
+    batch, m, k = shape
+    x = (normal(shape) / k**0.5).astype(dtype)
+    x = x if contract == -1 else x.mT
+    gram = np.asarray(run(operation, x, x, implementation=implementation, contract=contract))
+    factors = np.float32([[2, -1, 0.5]] * batch) * np.float32([[1], [2], [3], [4]])[:batch]
+    got = run(operation, gram, gram, gram, factors, implementation=implementation)
+    x, exact = (array.astype(np.float64) for array in (x, gram))
+    product, added, identity = (factors[:, i, None, None].astype(np.float64) for i in range(3))
+    cases = [
+        (gram, x @ x.mT if contract == -1 else x.mT @ x),
+        (got, product * exact @ exact + added * exact + identity * np.eye(m)),
+    ]
+    for value, want in cases:
+        assert value.dtype == dtype
+        assert snr_db(value, want) > FLOOR_DB[dtype] - (6 if m == 1 else 0)  # the error of one element
+        if implementation != "xla":
+            value = np.asarray(value)
+            np.testing.assert_array_equal(value[:, :128, 128:], value[:, 128:, :128].mT)
+
+
 @implementations.at("weight_gradient", shapes=LAYERS, xla=XLA_LAYERS, name="layer")
 def test_weight_gradient_of_every_layer(operation, implementation, layer):
     tokens, k, n = LAYERS[layer]

@@ -266,6 +266,24 @@ def test_int8_weight_gradients_compile(compiled, capability, shape, tmp_path):
         assert_no_spills(quantizer, tmp_path)
 
 
+@pytest.mark.parametrize("contract", [-1, -2])
+@pytest.mark.parametrize("capability", [release(80), 90])
+def test_symmetric_products_run_on_tensor_cores_with_wide_loads(
+    compiled, capability, contract, tmp_path
+):
+    x = array((32, 1280, 5120) if contract == -1 else (32, 5120, 1280), "float16")
+    gram, factors = array((32, 1280, 1280), "float16"), array((32, 3))
+    function = in_triton("symmetric_product")
+    for kernel in (
+        compiled(capability, function, x, x, None, factors, contract=contract),
+        compiled(capability, function, gram, gram, gram, factors),
+    ):
+        assert instructions(kernel, r"wgmma\.mma.*f16\.f16|mma\.sync.*f16\.f16")
+        assert instructions(kernel, r"cp\.async\.c[ag]").keys() == {"cp.async.cg.shared.global"}
+        assert instructions(kernel, r"st\.global").keys() == {"st.global.v4.b32"}
+        assert_no_spills(kernel, tmp_path)
+
+
 # Mixtral-8x7B: rows, width, width of the hidden layer, experts.
 M, WIDTH, INNER, EXPERTS = 32_768, 4096, 14_336, 8
 SIZES = array((EXPERTS,), "int32")

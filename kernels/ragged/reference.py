@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.lax import RaggedDotDimensionNumbers
 
+from swjax.kernels import targets
 from swjax.kernels.formats import QTensor, to_float32
 from swjax.kernels.products.reference import matmul
 from swjax.kernels.quantizers.reference import quantize
@@ -54,7 +55,7 @@ def ragged_matmul(
         assert isinstance(b, QTensor), "both operands are quantized, or none"
         lhs, rhs, dtype, highest = a.values, b.values, "int32", None
         if lhs.dtype != jnp.int8:  # as in `matmul`
-            exact = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+            exact = "float32" if targets.platform() == "cpu" else "bfloat16"
             lhs, rhs, dtype = lhs.astype(exact), rhs.astype(exact), "float32"
     else:
         assert not isinstance(b, QTensor), "both operands are quantized, or none"

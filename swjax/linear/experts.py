@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from swjax.kernels import dispatch, reference
+from swjax.kernels import dispatch, reference, targets
 from swjax.kernels.reference import QTensor
 from swjax.linear.checks import OPERAND_DTYPES
 from swjax.linear.layer import Operand, from_bytes, name_for_checkpoint, to_bytes
@@ -59,7 +59,7 @@ class ExpertLayer:
     @property
     def reads_last_axis(self) -> bool:
         """Whether products read quantized weights along the last axis, as GPU kernels need it."""
-        return jax.default_backend() == "gpu" and self.implementation != "xla"
+        return targets.platform() == "gpu" and self.implementation != "xla"
 
 
 # --- the forms that products read ---------------------------------------------------------------------

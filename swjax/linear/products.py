@@ -180,6 +180,8 @@ def _product(
     (lhs, axis_a), (rhs, axis_b) = stored(a, axes[0]), stored(b, axes[1])
     if isinstance(lhs, QTensor):
         options: dict[str, Any] = {"contract": (axis_a, axis_b)}
+        if lhs.values.dtype.itemsize > 1:  # of a block format, which no kernel multiplies
+            return reference.matmul(lhs, rhs, bias, addend, out_dtype=out_dtype, **options)
         options["implementation"] = layer.implementation
         if not _sum_fits_int32(lhs, axis_a):
             return _long_product(lhs, rhs, bias, addend, options).astype(out_dtype)
@@ -216,13 +218,18 @@ def _products_or_sum(gs, ws, *, axes, layer: Layer, out_dtype: str) -> tuple[jax
     (a, axes_of_a), (b, axes_of_b) = (zip(*side) for side in zip(*pairs))
     options: dict[str, Any] = {"out_dtype": out_dtype, "contract": (axes_of_a[0], axes_of_b[0])}
     fit = len(pairs) > 1 and len({*axes_of_a}) == len({*axes_of_b}) == 1
-    fit = fit and all(isinstance(q, QTensor) and _sum_fits_int32(q, axes_of_a[0]) for q in a)
+    fit = fit and all(isinstance(q, QTensor) and _fits_kernels(q, axes_of_a[0]) for q in a)
     chosen = {"implementation": layer.implementation}
     if fit and dispatch.has_kernel("matmul_sum", a, b, **options, **chosen):
         return (dispatch.run("matmul_sum", a, b, **options, **chosen),)
     return tuple(
         _product(g, w, axes=axes, layer=layer, out_dtype=out_dtype) for g, w in zip(gs, ws)
     )
+
+
+def _fits_kernels(a: QTensor, axis: int) -> bool:
+    """Whether the kernels multiply such an operand: 8-bit values, and int8 sums that int32 holds."""
+    return a.values.dtype.itemsize == 1 and _sum_fits_int32(a, axis)
 
 
 def _sum_fits_int32(a: QTensor, axis: int) -> bool:

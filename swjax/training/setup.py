@@ -1,6 +1,7 @@
 """Assembles a run: devices, model, optimizer, train state and the compiled step."""
 
 import dataclasses
+import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -12,13 +13,16 @@ import optax
 from flax import nnx
 from ml_collections import ConfigDict
 
-from swjax import recipes
+from swjax import auto, data, recipes
+from swjax.kernels import targets
 from swjax.models import clip, sharding
 from swjax.nnx import set_layouts
 from swjax.training import config as config_lib
 from swjax.training.config import ConfigError, blame, choice
 from swjax.training.optimizer import make_optimizer, make_schedule, split_frozen
 from swjax.training.step import State, make_train_step
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +114,37 @@ def check_config(config: ConfigDict) -> tuple[jax.sharding.Mesh, clip.CLIPConfig
     return mesh, model_config(config)
 
 
+def settle_recipe(config: ConfigDict, workdir: Path) -> ConfigDict:
+    """Returns the config with the name of the recipe that `model.recipe="auto"` stands for.
+
+    It is the recipe in the config.json of the workdir, or of `checkpoint.resume`, so that a run keeps
+    its recipe on other devices; without one it is the choice of `swjax.auto` for the devices and the model.
+
+    Raises:
+      ConfigError: the config.json of the run is damaged.
+    """
+    if config.model.recipe != auto.NAME:
+        return config
+    best = model_config(config).recipe
+    settled = config.copy_and_resolve_references()
+    for folder in filter(None, (workdir, config.checkpoint.resume)):
+        path = Path(folder) / "config.json"
+        if not path.exists():
+            continue
+        text, remedy = path.read_text(errors="replace"), "restore it from a copy, or remove it"
+        model = config_lib.read_json("config.json", text, remedy=remedy, model=dict)["model"]
+        kept = choice("model.recipe", model.get("recipe", ""), recipes.RECIPES)
+        if kept != best and jax.process_index() == 0:
+            logger.warning(
+                "the recipe 'auto' stays %r, with which the run in %s began: here it would be %r",
+                kept, folder, best,
+            )  # fmt: skip
+        best = kept
+        break
+    settled.model.recipe = best
+    return settled
+
+
 def model_config(config: ConfigDict) -> clip.CLIPConfig:
     """Builds the model configuration from the config.
 
@@ -118,7 +153,7 @@ def model_config(config: ConfigDict) -> clip.CLIPConfig:
     """
     c = config.model
     choice("model.name", c.name, clip.CONFIGS)
-    choice("model.recipe", c.recipe, recipes.RECIPES)
+    choice("model.recipe", c.recipe, recipes.NAMES)
     vision, text = ({k: v for k, v in c[tower].items() if v} for tower in ("vision", "text"))
     architecture = c.get("architecture", "clip")  # older versions wrote config.json without the key
     sizes: dict[str, Any] = {
@@ -129,7 +164,7 @@ def model_config(config: ConfigDict) -> clip.CLIPConfig:
         sizes["embed_dim"] = c.embed_dim
     elif architecture == "siglip":  # SigLIP's embedding is the pooled patches, without a projection
         sizes["embed_dim"] = c.vision.width or clip.CONFIGS[c.name].vision.width
-    if c.attention in ("cudnn", "fused", "triton") and jax.default_backend() != "gpu":
+    if c.attention in ("cudnn", "fused", "triton") and targets.platform() != "gpu":
         raise ConfigError(
             f"config.model.attention={c.attention!r} needs a GPU: set it to 'xla' or ''"
         )
@@ -145,6 +180,13 @@ def model_config(config: ConfigDict) -> clip.CLIPConfig:
             **{name: c[name] for name in same},
             **sizes,
         )
+
+
+def fitting(config: ConfigDict) -> data.Fitting:
+    """Returns how pictures become squares according to the config."""
+    names = [field.name for field in dataclasses.fields(data.Fitting)]
+    given = {name: config.model.vision.get(name) for name in names}  # older versions lack the keys
+    return data.Fitting(**{name: value for name, value in given.items() if value})
 
 
 def compile_step(
