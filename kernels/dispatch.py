@@ -47,7 +47,7 @@ OPERATIONS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "ragged": {
         "ragged_matmul": ("mosaic_gpu", "triton"),
-        "ragged_weight_gradient": ("triton",),
+        "ragged_weight_gradient": ("mosaic_gpu", "triton"),
         "ragged_block_weight_gradient": ("mosaic_gpu", "triton"),
     },
     "symmetric": {"symmetric_product": ("triton",)},

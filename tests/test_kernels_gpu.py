@@ -49,7 +49,9 @@ def calls():
     cases["block_weight_gradient_group"] = ((x, (g, g, g)), IN_BLOCKS)
     sizes = np.array([300, 0, 7, 553, 60], "int32")
     a, b = operands((1000, 1280, 5 * 576))
-    w = QTensor(b.values.reshape(5, 576, 1280), np.linspace(1, 2, 5, dtype="float32")[:, None, None])
+    w = QTensor(
+        b.values.reshape(5, 576, 1280), np.linspace(1, 2, 5, dtype="float32")[:, None, None]
+    )
     cases["ragged_matmul"] = ((a, w, sizes), {"axis": 2, "out_dtype": "bfloat16"})
     cases["ragged_weight_gradient"] = ((x, g, sizes), {"out_dtype": "float32"})
     cases["ragged_block_weight_gradient"] = ((x, (g, g), sizes), IN_BLOCKS)

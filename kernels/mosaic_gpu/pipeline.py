@@ -53,7 +53,8 @@ class Scratch(NamedTuple):
     edge: Ref = None
 
 
-# (first step of a unit, number of steps, function to call in step DURING or None) -> their sums.
+# (first step of a unit, number of steps, function to call in step DURING or None, function of a step and its
+# slot to call before its product or None) -> their sums.
 SumSteps = Callable[..., jax.Array]
 DURING = 2  # copies of the unit before have probably ended
 
@@ -155,8 +156,8 @@ def _multiply_units(work: Work, scratch: Scratch, units: jax.Array, half: jax.Ar
     """Multiplies and writes one half of each unit: a compute warpgroup."""
 
     def multiply_unit(unit, used):
-        def sum_steps(first, count, during=None):
-            return _sum_steps(work, scratch, used + first, count, half, during)
+        def sum_steps(first, count, during=None, before=None):
+            return _sum_steps(work, scratch, used + first, count, half, during, before)
 
         work.store(unit, work.total(unit, half, sum_steps), half)
         return used + work.span(unit)[1]
@@ -172,6 +173,7 @@ def _sum_steps(
     count: jax.Array | int,
     half: jax.Array,
     during: Callable[[], None] | None,
+    before: Callable[[jax.Array, jax.Array], None] | None,
 ) -> jax.Array:
     """Sums `count` steps from step `used` on; releases each slot once the next product is issued."""
 
@@ -179,6 +181,8 @@ def _sum_steps(
         def step(s, _):
             slot = lax.rem(used + s, work.stages)
             plgpu.barrier_wait(scratch.full.at[slot])
+            if before:
+                before(s, slot)
             work.multiply(sums, slot, half)
             plgpu.wgmma_wait(1)  # the previous step has finished
 

@@ -1,8 +1,7 @@
 """Products of rows that are sorted by group, on Hopper.
 
-Copies need rows that start at a multiple of ALIGNMENT, because operands in shared memory are cut into
-pieces of 8 rows. So the first tile of a group may start in the group before; only the group's own rows are
-written.
+The first tile of a group may start in the group before, at a multiple of `schedule.ALIGNMENT`; only the
+group's own rows are written.
 """
 
 from collections.abc import Callable
@@ -27,12 +26,14 @@ from swjax.kernels.ragged.mosaic_gpu_blocks import (
     ragged_block_weight_gradient,
     why_not_block_weight_gradient,
 )
-from swjax.kernels.ragged.schedule import aligned_tiles, bounds
+from swjax.kernels.ragged.mosaic_gpu_weight_gradients import (
+    ragged_weight_gradient,
+    why_not_weight_gradient,
+)
+from swjax.kernels.ragged.schedule import ALIGNMENT, aligned_tiles, bounds
 from swjax.kernels.ragged.tiles import mosaic_cluster, mosaic_tile
 
-__all__ = ["WHY_NOT", "ragged_block_weight_gradient", "ragged_matmul"]
-
-ALIGNMENT = 8
+__all__ = ["WHY_NOT", "ragged_block_weight_gradient", "ragged_matmul", "ragged_weight_gradient"]
 
 
 class RaggedRefs(NamedTuple):
@@ -362,5 +363,6 @@ def why_not(
 
 WHY_NOT = {
     "ragged_matmul": why_not,
+    "ragged_weight_gradient": why_not_weight_gradient,
     "ragged_block_weight_gradient": why_not_block_weight_gradient,
 }

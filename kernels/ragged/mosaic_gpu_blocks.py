@@ -20,6 +20,7 @@ from swjax.kernels.block_weight_gradients.mosaic_gpu import COLUMNS, STAGES
 from swjax.kernels.block_weight_gradients.mosaic_gpu import why_not as why_not_blocks
 from swjax.kernels.mosaic_gpu import pipeline
 from swjax.kernels.mosaic_gpu.pipeline import HALF, LINE, TILE_M, Ref, Scratch, SumSteps
+from swjax.kernels.ragged.mosaic_gpu_weight_gradients import GroupTiles
 from swjax.kernels.ragged.schedule import blocks_of_groups, largest_first, padded_length
 
 
@@ -49,16 +50,12 @@ class BlockSpec:
     """The sizes of a product.
 
     Attributes:
-      groups: number of groups.
-      grid: rows and columns of tiles of a group.
+      tiles: of the groups.
       block_steps: number of steps of a block of rows; the last block of a group may have fewer.
-      blocks: blocks of threads that share the tiles.
     """
 
-    groups: int
-    grid: tuple[int, int]
+    tiles: GroupTiles
     block_steps: int
-    blocks: int
 
 
 @dataclass(frozen=True)
@@ -76,17 +73,12 @@ class RaggedBlocksWork:
     sum_dtype: ClassVar[jax.typing.DTypeLike] = jnp.int32
 
     def units(self) -> jax.Array:
-        rows, columns = self.spec.grid
-        total = self.spec.groups * rows * columns
-        return pipeline.unit_count(total, self.block, self.spec.blocks)
+        return self.spec.tiles.count(self.block)
 
     def place(self, unit: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The number of a unit's group in the tables, and the first row and column of its tile."""
-        rows, columns = self.spec.grid
-        index = self.block + unit * self.spec.blocks
-        number, tile = lax.div(index, rows * columns), lax.rem(index, rows * columns)
-        row, column = plgpu.planar_snake(tile, self.spec.grid, 1, 4)
-        return number, row * TILE_M, column * COLUMNS
+        """The place of a unit's group in the tables, and the first row and column of its tile."""
+        place, row, column = self.spec.tiles.place(self.block, unit)
+        return place, row * TILE_M, column * COLUMNS
 
     def span(self, unit: jax.Array) -> tuple[jax.Array, jax.Array]:
         number, _, _ = self.place(unit)
@@ -159,7 +151,7 @@ def ragged_block_weight_gradient(
     x is rotated once for all gs. The rotated arrays have at most 127 rows a group more than x and g.
     """
     m, groups = x.shape[0], len(group_sizes)
-    blocks, of_groups = blocks_of_groups(group_sizes, m, block, rotation)
+    blocks, blocks_of = blocks_of_groups(group_sizes, m, block, rotation)
     length = padded_length(m, groups, rotation)
     rotate = partial(rotate_blocks, blocks=blocks, length=length)
     (a, a_scale), *of_gs = (
@@ -167,16 +159,13 @@ def ragged_block_weight_gradient(
         for operand, dtype in zip((x, *gs), (dtypes[0], *dtypes[1:] * len(gs)))
     )
     a_scale /= rotation  # exact: both operands are sqrt(rotation) too large
-    tables = _tables(blocks, of_groups, block)
+    tables = _tables(blocks, blocks_of, block)
 
     def product(b, b_scale):
         k, n = len(a), len(b)
-        spec = BlockSpec(
-            groups,
-            (pl.cdiv(k, TILE_M), pl.cdiv(n, COLUMNS)),
-            block // LINE,
-            multiprocessors or tiles.multiprocessors(),
-        )
+        grid = pl.cdiv(k, TILE_M), pl.cdiv(n, COLUMNS)
+        of_groups = GroupTiles(groups, grid, multiprocessors or tiles.multiprocessors())
+        spec = BlockSpec(of_groups, block // LINE)
 
         def ragged_blocks_kernel(*refs):
             inputs, out = BlockRefs(*refs[: len(BlockRefs._fields)]), refs[len(BlockRefs._fields)]
@@ -186,14 +175,14 @@ def ragged_block_weight_gradient(
 
         padded = [
             jnp.pad(scale, ((0, 0), (0, count * tile - scale.shape[1])))
-            for scale, count, tile in zip((a_scale, b_scale), spec.grid, (TILE_M, COLUMNS))
+            for scale, count, tile in zip((a_scale, b_scale), grid, (TILE_M, COLUMNS))
         ]
         dw = pipeline.launch(
             ragged_blocks_kernel,
             jax.ShapeDtypeStruct((groups, k, n), jnp.float32),
             rings=[((TILE_M, LINE), a.dtype), ((COLUMNS, LINE), b.dtype)],
             stages=STAGES,
-            blocks=spec.blocks,
+            blocks=of_groups.blocks,
             cluster=1,
             interpret=interpret,
         )(*tables, a, b, *padded)
@@ -209,9 +198,9 @@ def rotate_blocks(x: jax.Array, **options: Any) -> tuple[jax.Array, jax.Array]:
     return triton.rotate_blocks(x, **options)
 
 
-def _tables(blocks: jax.Array, of_groups: jax.Array, block: int) -> tuple[jax.Array, ...]:
+def _tables(blocks: jax.Array, blocks_of: jax.Array, block: int) -> tuple[jax.Array, ...]:
     """The tables of `BlockRefs`."""
-    order, first, count = largest_first(*of_groups)
+    order, first, count = largest_first(*blocks_of)
     known, last = count > 0, jnp.maximum(first + count - 1, 0)
     # All blocks but the last one have `block` rows.
     last_steps = (blocks[1][last] + LINE - 1) // LINE

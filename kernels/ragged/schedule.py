@@ -7,6 +7,10 @@ leads to a row outside of the arrays.
 import jax
 import jax.numpy as jnp
 
+# Copies of Mosaic kernels need rows that start at a multiple of this, because operands in shared memory are
+# cut into pieces of 8 rows.
+ALIGNMENT = 8
+
 
 def bounds(group_sizes: jax.Array, m: int) -> jax.Array:
     """The first row of each group, and the row after its last one, within m rows.
