@@ -191,9 +191,10 @@ def main(argv: list[str] | None = None) -> int:
     args = arguments(argv)
     records = timing.Records(args.out, args.seconds)
     if args.products:
-        known = dispatch.IMPLEMENTATIONS["ragged_matmul"]
-        preferred = sorted(known, key=lambda name: name != args.products)
-        dispatch.IMPLEMENTATIONS["ragged_matmul"] = tuple(preferred)
+        for operation, known in dispatch.IMPLEMENTATIONS.items():
+            if operation.startswith("ragged"):
+                preferred = sorted(known, key=lambda name: name != args.products)
+                dispatch.IMPLEMENTATIONS[operation] = tuple(preferred)
     with ThreadPoolExecutor(args.threads) as pool:
         programs = compiled_programs(pool, args)
         for model in args.models:
