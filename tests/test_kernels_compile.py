@@ -363,6 +363,13 @@ def test_mosaic_products_lower_for_hopper(dtypes, scales, out_dtype):
         assert "mosaic_gpu" in program
 
 
+@pytest.mark.parametrize("case", [release("16 bits"), "int8", release("16 bits, input gradient")])
+def test_mosaic_ragged_products_lower_for_hopper(case):
+    operation, arrays, options = RAGGED[case]
+    program = lowered(in_mosaic(operation), *arrays, out_dtype="bfloat16", **options)
+    assert "mosaic_gpu" in program
+
+
 @pytest.mark.parametrize("slices", [release(Slices(0, 0.0, 1)), Slices(132, 0.5, 3)])
 @pytest.mark.parametrize("dtype", ["bfloat16", release("float16")])
 def test_mosaic_weight_gradients_lower_for_hopper(slices, dtype):
