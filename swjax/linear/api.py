@@ -339,6 +339,8 @@ def _layer(
     x, w, sharding: Sharding, *, addend, recipe, out_dtype, precision, implementation
 ) -> Layer:
     recipe = _rotating(recipes.get(recipe), w, sharding)
+    if isinstance(w, QTensor):
+        recipe = recipe.with_constant_weight()
     dispatch.check_products(implementation, _products(recipe))
     kind = jnp.inexact if jnp.iscomplexobj(x) else jnp.floating
     if out_dtype is not None and not jnp.issubdtype(out_dtype, kind):
