@@ -71,7 +71,8 @@ def input_gradients(
     """
     first, dgrad = layers[0], layers[0].recipe.dgrad
     outliers = dgrad is not None and dgrad.outlier_threshold
-    alike = len({(layer.sharding, layer.recipe) for layer in layers}) == 1
+    kinds = {(layer.sharding, layer.recipe, layer.rotated_weight) for layer in layers}
+    alike = len(kinds) == 1
     if not outliers and alike:
         return _multiply_input_gradients(dgrad, gs, first.dtype, ws=ws, layer=first)
 
@@ -98,7 +99,10 @@ def _multiply_input_gradients(product: Product | None, gs, out_dtype: str, *, ws
         dxs = _products_or_sum(gs, ws, axes=(-1, -1), layer=layer, out_dtype=out_dtype)
         if len(dxs) > 1 and sharding.sharded_axes(sharding.n):
             dxs = (add(*dxs),)
-        return sharding.sum(dxs, sharding.n)
+        dxs = sharding.sum(dxs, sharding.n)
+        # g (H w)T = (g wT) HT
+        rotation = layer.rotated_weight
+        return tuple(reference.rotate_features(dx, rotation, inverse=True) for dx in dxs)
 
     return sharding.map_shards(step, (gs, ws), (g_specs, w_specs), sharding.x)
 

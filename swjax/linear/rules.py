@@ -17,7 +17,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from swjax.kernels import dispatch
-from swjax.kernels.reference import QTensor
+from swjax.kernels.reference import QTensor, rotate_features
 from swjax.linear.interception import without_interception
 from swjax.linear.layer import (
     Layer,
@@ -404,8 +404,18 @@ def _restored(kept: LayerArrays, saved: Saved, layers: Layers) -> LayerArrays:
 
 def _exact_outputs(layers: Layers, inputs: LayerArrays, addends: Addends) -> tuple[jax.Array, ...]:
     """The outputs without quantization, which JAX differentiates."""
-    exact = (replace(layer, recipe=Recipe(), implementation="xla") for layer in layers)
-    return forward(inputs, addends, tuple(exact))[0]
+    exact = tuple(replace(layer, recipe=Recipe(), implementation="xla") for layer in layers)
+    ws = tuple(map(_exact_weight, inputs.ws, layers))
+    return forward(inputs._replace(ws=ws), addends, exact)[0]
+
+
+def _exact_weight(w: jax.Array | QTensor, layer: Layer) -> jax.Array | QTensor:
+    """The weight that a layer without quantization multiplies."""
+    if not isinstance(w, QTensor) or layer.rotated_weight == 1:
+        return w
+    return rotate_features(
+        as_array(Operand(transposed=w), "float32"), layer.rotated_weight, 0, inverse=True
+    )
 
 
 def _exact_mlp(layers: MLPLayers, add_input: bool, inputs: LayerArrays, inputs2: LayerArrays):
