@@ -110,8 +110,8 @@ KEYS: dict[str, tuple] = {
 
     "optimizer.name": ("stable_adamw", ("stable_adamw", "adamw", "muon"),
         "muon: Muon for the matrices of the blocks, with a momentum of 0.95, and AdamW for the rest. "
-        "Both use learning_rate, whose scale is that of AdamW. Muon's products are in bfloat16 if "
-        "model.dtype is, and in float32 otherwise"),
+        "Both use learning_rate, whose scale is that of AdamW. Muon's products are in float16 (on "
+        "TPUs bfloat16) if model.dtype has 16 bits, and in float32 otherwise"),
     "optimizer.learning_rate": (2e-3, "(0, 1e6]", "peak of the schedule"),
     "optimizer.b1": (0.9, "[0, 1)", "decay of the first moment"),
     "optimizer.b2": (0.99, "[0, 1)", "decay of the second moment"),
