@@ -24,6 +24,12 @@ KEYS: dict[str, tuple] = {
     "model.vision.layers": (0, "[0, 1024]", "blocks; 0: the named model's own"),
     "model.vision.heads": (0, "[0, 1024]", "attention heads a block; 0: the named model's own"),
     "model.vision.patch_size": (0, "[0, 4096]", "pixels, height = width; 0: the named model's own"),
+    "model.vision.resize_mode": ("", ("", "shortest", "longest", "squash"),
+        "how pictures become squares: shortest (scale the shorter side, crop the center), longest (scale the "
+        "longer side, add a border), squash (change the shape). '': shortest"),
+    "model.vision.interpolation": ("", ("", "bicubic", "bilinear", "random"),
+        "filter that scales pictures; random: bicubic or bilinear in training, else bicubic. '': bicubic"),
+    "model.vision.fill_color": (0, "[0, 255]", "longest: level of the border"),
     "model.text.width": (0, "[0, 65536]", "features of a token; 0: the named model's own"),
     "model.text.layers": (0, "[0, 1024]", "blocks; 0: the named model's own"),
     "model.text.heads": (0, "[0, 1024]", "attention heads a block; 0: the named model's own"),

@@ -45,6 +45,12 @@ OPERATIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "block_weight_gradient": ("mosaic_gpu", "triton"),
         "block_weight_gradient_group": ("mosaic_gpu",),
     },
+    "ragged": {
+        "ragged_matmul": ("triton",),
+        "ragged_weight_gradient": ("triton",),
+        "ragged_block_weight_gradient": ("triton",),
+    },
+    "symmetric": {"symmetric_product": ("triton",)},
     "norms": {
         "layer_norm": ("triton",),
         "layer_norm_backward": ("triton",),
@@ -119,6 +125,11 @@ def record() -> Iterator[list[tuple[str, str]]]:
     calls = _Calls()
     with _calls(calls):
         yield calls
+
+
+def is_recording() -> bool:
+    """Whether `record` lists operations."""
+    return _calls.value is not None
 
 
 class _Calls(list):
@@ -322,9 +333,9 @@ SAFE_XLA_FLAG = "--xla_gpu_enable_triton_gemm=false"
 
 
 def _multiplies_int8(operation: str, *arrays: Any, **options: Any) -> bool:
-    if operation.startswith("block_weight_gradient"):
+    if "block_weight_gradient" in operation:
         return "int8" in options["dtypes"]
-    return operation.startswith("matmul") and jax.tree.leaves(arrays[0])[0].dtype == jnp.int8
+    return "matmul" in operation and jax.tree.leaves(arrays[0])[0].dtype == jnp.int8
 
 
 def warn_of_split_sums() -> None:
@@ -362,9 +373,12 @@ def kernel(name: str, operation: str) -> Callable:
 
 
 def shape_key(operation: str, *arrays: Any) -> str:
-    """The key of a shape in the tuned table, without the number of tokens; for a product it is "{n}x{k}"."""
-    if operation.startswith("matmul"):
+    """The key of a shape in the tuned table, without the number of tokens; for a product it is "{n}x{k}",
+    for a symmetric product that of a matrix."""
+    if "matmul" in operation:
         return "x".join(map(str, jax.tree.leaves(arrays[1])[0].shape))
+    if operation == "symmetric_product":
+        return "x".join(map(str, arrays[0].shape[1:]))
     width = arrays[0].shape[-1]
     if "weight_gradient" not in operation:
         return str(width)

@@ -43,6 +43,9 @@ TABLES = {"9.0": "NVIDIA H200"}
 # A weight of this size has enough tiles for a GPU, so one kernel for several weight gradients gains nothing.
 LARGE_WEIGHT = 2048 * 2048
 
+# Shortest side of the operands of a symmetric product for which the triangle saves a third of the tiles.
+SMALLEST_SYMMETRIC = 384
+
 
 def row_tile(producer: str, width: int) -> RowTile:
     """The tile of a row kernel.
@@ -102,13 +105,15 @@ def rule_of_implementation(operation: str, key: str) -> str | None:
     """The implementation of a shape without a measurement; None for the first that can run.
 
     cuBLAS, which XLA calls, computes the weight gradient of most layers faster than our kernel. For several
-    small weights of one input our kernel is faster.
+    small weights of one input our kernel is faster. The triangle of a small matrix has most of its tiles.
     """
     if operation == "weight_gradient":
         return "xla"
     if operation.endswith("_group"):
         n, k, _ = map(int, key.split("x"))
         return "xla" if n * k >= LARGE_WEIGHT else None
+    if operation == "symmetric_product":
+        return "xla" if min(map(int, key.split("x"))) < SMALLEST_SYMMETRIC else None
     return None
 
 

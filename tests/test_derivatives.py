@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 from functools import partial
 
 import jax
@@ -295,17 +296,19 @@ def without_higher_derivatives(monkeypatch):
     """Saves only what the backward pass reads."""
     monkeypatch.setattr(rules, "may_be_differentiated", lambda tree: False)
     monkeypatch.setattr(rules, "differentiated_as", lambda exact, value, *operands: value)
+    jax.clear_caches()  # of rules that were traced with it
 
 
 @pytest.mark.parametrize(
     "name, recipe", thinning.thinned(list(LAYERS), RECIPES, full=["switchback"])
 )
 def test_first_derivatives_pay_nothing(name, recipe, monkeypatch):
-    """The lowered program of first derivatives does not change when support for second ones is removed."""
+    """The compiled operations of first derivatives are the same when support for second ones is removed."""
 
     def program():
         fn = jax.value_and_grad(partial(loss, of_swjax(name, recipe)))
-        return jax.jit(fn).lower(ARGUMENTS).as_text()
+        text = jax.jit(fn).lower(ARGUMENTS).compile().as_text()
+        return sorted(re.findall(r" = (\S+ [\w-]+\()", text))  # types and names
 
     given = program()
     without_higher_derivatives(monkeypatch)

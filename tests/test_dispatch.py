@@ -52,6 +52,7 @@ def gpu(monkeypatch):
 X, A, B = array((128, 256)), quantized(128, 256), quantized(128, 256)
 X128 = array((1024, 128))
 ONE = QTensor(array((128, 256), "int8"), array((1, 1), "float32"))
+SYMMETRIC = array((2, 1280, 1280))
 GRADIENTS = heads(3, 257, 80) * 2
 E5M2 = quantized(128, 256, "float8_e5m2")
 E4M3 = quantized(128, 256, "float8_e4m3fn")
@@ -63,6 +64,7 @@ ATTENTION = "mosaic_gpu" if (0, 11) <= jax.__version_info__[:2] <= (0, 12) else 
 def test_without_a_gpu_everything_is_xla(operation):
     arrays = {"matmul": (A, B), "matmul_sum": ((A, A), (B, B))}.get(operation, (X,))
     arrays = (X, X) if operation.endswith("weight_gradient") else arrays
+    arrays = (SYMMETRIC,) * 2 if operation == "symmetric_product" else arrays
     arrays = (X, (X, X)) if operation.endswith("_group") else arrays
     arrays = heads(2, 77, 64) * 2 if operation.startswith("attention") else arrays
     assert dispatch.choose(operation, *arrays) == "xla"
@@ -104,6 +106,9 @@ def test_without_a_gpu_everything_is_xla(operation):
         ((9, 0), "weight_gradient_group", (array((8, 2048)), (array((8, 2048)),) * 2), {}, "xla"),
         ((8, 0), "weight_gradient_group", (X, (X, X)), {}, "xla"),
         ((8, 0), "weight_gradient", (X, X), {}, "xla"),
+        ((9, 0), "symmetric_product", (SYMMETRIC,) * 2, {}, "triton"),
+        ((9, 0), "symmetric_product", (array((2, 1280, 1280), "float32"),) * 2, {}, "xla"),
+        ((9, 0), "symmetric_product", (array((2, 128, 512)),) * 2, {}, "xla"),
         ((8, 0), "quantize", (X,), {"dtype": "int8"}, "triton"),
         ((8, 6), "quantize", (X,), {"dtype": "float8_e4m3fn"}, "xla"),
         ((9, 0), "quantize", (array((4, 5, 6)),), {"axes": (1,)}, "xla"),

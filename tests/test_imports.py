@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 # of which belong to the library.
 LIBRARY = {
     "kernels": set(),
-    "optax": set(),
+    "optax": {"kernels"},
     "linear": {"kernels", "swjax"},
     "swjax": {"kernels", "linear"},
     "serving": {"kernels", "linear", "swjax"},

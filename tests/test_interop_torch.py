@@ -190,6 +190,7 @@ def siglip(**options):
         gelu="tanh",
         embed_dim=32,
         init_logit_bias=-10.0,
+        vision={"resize_mode": "squash"},
         text=sizes,
         **options,
     )

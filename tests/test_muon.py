@@ -12,7 +12,8 @@ from flax import nnx, traverse_util
 from optax import contrib
 
 from swjax.optax import muon, rms_by_path, stable_adamw, stacked_axes
-from swjax.optax.orthogonal import orthogonalize, scale_by_muon
+from swjax.optax.newton_schulz import orthogonalize
+from swjax.optax.orthogonal import scale_by_muon
 
 STACKS = {"fewer_rows": (3, 16, 24), "more_rows": (3, 40, 16), "matrix": (16, 24)}
 # Stacked along axis 1, as in MaxText; experts of layers; along the axes between and behind the matrix's.

@@ -223,7 +223,8 @@ def test_without_hardware_the_devices_here_count(capsys):
 @pytest.mark.parametrize(
     ("hardware", "message"),
     [
-        ("h100:8", "--hardware=h100:8 is unknown: choose from h200, h100-80, a100-80"),
+        ("h300:8", "--hardware=h300:8 is unknown: choose from h100, a100, 4090, 5090, b200, h200"),
+        ("0GiB", "--hardware=0GiB is unknown"),
         ("h200:0", "--hardware=h200:0: write KIND:COUNT, such as h200:8"),
         ("h200:x", "--hardware=h200:x: write KIND:COUNT, such as h200:8"),
         ("h200:3", "config.train.batch_size=16384 "),

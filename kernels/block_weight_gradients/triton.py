@@ -21,11 +21,11 @@ TILE = 128  # output rows and columns per multiplying program, and tokens per st
 
 
 @triton.jit
-def _rotated(
-    x_ptr, h, row, column, M: tl.constexpr, N: tl.constexpr
+def rotated_tokens(
+    x_ptr, h, row, column, end, N: tl.constexpr
 ):  # fmt: skip
-    """Rotates some tokens of x: float32 [columns, rotated tokens], with zeros past the last token."""
-    inside = (row < M)[:, None] & (column < N)[None, :]
+    """Rotates some tokens of x: float32 [columns, rotated tokens], with zeros from token `end` on."""
+    inside = (row < end)[:, None] & (column < N)[None, :]
     x = tl.load(x_ptr + row[:, None].to(tl.int64) * N + column[None, :], mask=inside, other=0.0)
     return tl.dot(tl.trans(x), h)
 
@@ -57,7 +57,7 @@ def _weight_gradient_rotation_kernel(
     known = column < N
     largest = tl.zeros((BLOCK_N, ROTATION), tl.float32)
     for start in range(0, LENGTH, ROTATION):
-        rotated = _rotated(x_ptr, h, first + start + token, column, M, N)
+        rotated = rotated_tokens(x_ptr, h, first + start + token, column, M, N)
         largest = nan_maximum(largest, tl.abs(rotated))
     absmax = tl.reduce(largest, 1, nan_maximum)
     absmax = nan_maximum(absmax, tl.full(absmax.shape, SMALLEST, tl.float32))
@@ -65,7 +65,7 @@ def _weight_gradient_rotation_kernel(
     factor = tl.div_rn(tl.full(absmax.shape, LARGEST, tl.float32), absmax)[:, None]
     for start in range(0, LENGTH, ROTATION):
         row = first + start + token
-        rotated = _rotated(x_ptr, h, row, column, M, N)
+        rotated = rotated_tokens(x_ptr, h, row, column, M, N)
         values = to_quantized(rotated * factor, values_ptr.dtype.element_ty)
         at = column[:, None].to(tl.int64) * (BLOCKS * LENGTH) + row[None, :]
         tl.store(values_ptr + at, values, mask=known[:, None])

@@ -1,5 +1,6 @@
 """Reads and writes safetensors files of CLIP models; checks every tensor before reading any."""
 
+import functools
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -22,7 +23,7 @@ _READERS = {"open_clip": configs.from_open_clip, "huggingface": configs.from_hug
             "siglip": configs.from_siglip}  # fmt: skip
 _WRITERS = {"open_clip": configs.to_open_clip, "huggingface": configs.to_hugging_face,
             "siglip": configs.to_siglip}  # fmt: skip
-SIGLIP = LAYOUTS["siglip"]
+_PROCESSOR = "preprocessor_config.json"  # how Hugging Face prepares pictures
 _LARGEST_CONFIG = 2**24  # bytes
 _EXACT = ("F32", "F16", "BF16")  # dtypes that convert to float32 exactly
 
@@ -86,13 +87,15 @@ def read(
         if cfg is not None:
             _check_heads(path, described, cfg)
         _check_fit(path, parameters, _flat(nnx.state(_abstract(cfg or described))))
-        return cfg or described, for_our_images(parameters, SIGLIP.mean, SIGLIP.std)
+        cfg = cfg or configs.SIGLIP.applied_to(described)
+        return cfg, for_our_images(parameters, configs.SIGLIP.mean, configs.SIGLIP.std)
     path = _weights_file(Path(path))
     with tensor_files.open_file(path) as file:
         found = {name: file.get_slice(name) for name in file.keys()}
         layout = _layout_of(path, found)
+        prepared = configs.SIGLIP if layout == "siglip" else configs.Preparation()
         if cfg is None:
-            cfg = _read_config(path, layout)
+            cfg, prepared = _read_config(path, layout)
         state = nnx.state(_abstract(cfg))
         shapes = {name: leaf.shape for name, leaf in _flat(state).items()}
         expected = list(tensors(LAYOUTS[layout], shapes))
@@ -100,9 +103,7 @@ def read(
         parameters = {name: np.empty(shape, np.float32) for name, shape in shapes.items()}
         for tensor in expected:
             tensor.unpack(file.get_tensor(tensor.name), parameters)
-    if cfg.siglip:
-        parameters = for_our_images(parameters, SIGLIP.mean, SIGLIP.std)
-    return cfg, parameters
+    return cfg, for_our_images(parameters, prepared.mean, prepared.std)
 
 
 def save(folder: str | Path, model: clip.CLIP, layout: str = "open_clip") -> None:
@@ -133,18 +134,21 @@ def save(folder: str | Path, model: clip.CLIP, layout: str = "open_clip") -> Non
     parameters = jax.tree.map(np.asarray, _flat(nnx.state(model, nnx.Param)))
     folder = Path(folder)
     if model.cfg.siglip:
-        parameters = for_their_images(parameters, SIGLIP.mean, SIGLIP.std)
+        parameters = for_their_images(parameters, configs.SIGLIP.mean, configs.SIGLIP.std)
     if layout == "big_vision":
         big_vision.write(folder / "model.npz", parameters, model.cfg)
         return
     shapes = {name: value.shape for name, value in parameters.items()}
     packed = {t.name: t.pack(parameters) for t in tensors(LAYOUTS[layout], shapes)}
     names = LAYOUTS[layout]
+    processor = None if layout == "open_clip" else configs.to_image_processor(model.cfg)
     folder.mkdir(parents=True, exist_ok=True)
     # transformers rejects files without this format entry.
     tensor_files.write(folder / names.weights, packed, {"format": "pt"})
     config = json.dumps(_WRITERS[layout](model.cfg), indent=2)
     write_atomically(folder / names.config, config + "\n")
+    if processor:
+        write_atomically(folder / _PROCESSOR, json.dumps(processor, indent=2) + "\n")
 
 
 def _abstract(cfg: clip.CLIPConfig) -> clip.CLIP:
@@ -190,8 +194,8 @@ def _layout_of(path: Path, names: Iterable[str]) -> str:
     )
 
 
-def _read_config(path: Path, layout: str) -> clip.CLIPConfig:
-    """Reads the configuration from the file next to the weights."""
+def _read_config(path: Path, layout: str) -> tuple[clip.CLIPConfig, configs.Preparation]:
+    """Reads the configuration, and how pictures are prepared, from the files next to the weights."""
     file = path.parent / LAYOUTS[layout].config
     if not file.is_file():
         raise NoConfig(
@@ -199,10 +203,14 @@ def _read_config(path: Path, layout: str) -> clip.CLIPConfig:
             f'in cfg=clip.config("vit_b32", gelu="quick", recipe="standard", dtype="float32")'
         )
     described = _parse(file, _READERS[layout])
-    images = path.parent / "preprocessor_config.json"
-    if layout == "huggingface" and images.is_file():
-        _parse(images, configs.check_image_processor)
-    return clip.config(described, recipe="standard", dtype="float32")
+    if layout == "open_clip":
+        prepared = _parse(file, configs.open_clip_preparation)
+    else:
+        read = functools.partial(configs.hugging_face_preparation, cfg=described)
+        processor = path.parent / _PROCESSOR
+        prepared = _parse(processor, read) if processor.is_file() else read({})
+    fitted = _parse(file, lambda _: prepared.applied_to(described))
+    return clip.config(fitted, recipe="standard", dtype="float32"), prepared
 
 
 def _parse(file: Path, read: Callable[[Any], Any]) -> Any:

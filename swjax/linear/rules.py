@@ -8,7 +8,7 @@ exact. This is the straight-through estimate: the derivatives of ``prologue(x) w
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from swjax.kernels import dispatch
 from swjax.kernels.reference import QTensor
 from swjax.linear.interception import without_interception
 from swjax.linear.layer import (
@@ -208,6 +209,35 @@ def _from_bytes(saved: Saved, layers: Layers) -> Saved:
 # --- layers of one input ------------------------------------------------------------------------------
 
 
+def traced_once(*static: int) -> Callable[[Callable], Callable]:
+    """Decorates a rule so that JAX traces it once for layers of equal shapes and settings.
+
+    `jax.checkpoint` sees the names inside. Outside of `jax.jit` the rule runs as it is, because it saves less
+    for arrays that it sees to be constants, see `may_be_differentiated`; and where `dispatch.record` counts
+    its operations.
+
+    Args:
+      *static: positions of the arguments that are no arrays.
+
+    >>> rule = traced_once(0)(lambda name, x: print(name) or x)
+    >>> _ = jax.make_jaxpr(lambda x: rule("traced", rule("traced", x)))(1.0)
+    traced
+    """
+
+    def decorate(rule):
+        jitted = jax.jit(rule, static_argnums=static)
+
+        @wraps(rule)
+        def wrapper(*args):
+            arrays = [arg for i, arg in enumerate(args) if i not in static]
+            as_it_is = dispatch.is_recording() or not may_be_differentiated(arrays)
+            return (rule if as_it_is else jitted)(*args)
+
+        return wrapper
+
+    return decorate
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def linears(
     inputs: LayerArrays, addends: Addends, layers: Layers, residual: bool
@@ -216,6 +246,7 @@ def linears(
     return _linears_forward(inputs, addends, layers, residual)[0]
 
 
+@traced_once(2, 3)
 def _linears_forward(inputs, addends, layers, residual):
     ys, x, ws = forward(*lax.stop_gradient((inputs, addends)), layers)
     ys = differentiated_as(partial(_exact_outputs, layers), ys, inputs, addends)
@@ -224,6 +255,7 @@ def _linears_forward(inputs, addends, layers, residual):
 
 
 @without_interception
+@traced_once(0, 1)
 def _linears_backward(layers, _, saved, gradients):
     constants, (gs, residual_gradient) = lax.stop_gradient((saved, gradients))
     gs = tuple(map(Operand, gs))
@@ -270,6 +302,7 @@ def fused_mlp(
     return _mlp_forward(inputs, inputs2, layers, residual, add_input)[0]
 
 
+@traced_once(2, 3, 4)
 def _mlp_forward(inputs, inputs2, layers, residual, add_input):
     first, last = layers.first, (layers.last,)
     hidden, x, ws = forward(lax.stop_gradient(inputs), (None,) * len(first), first)
@@ -289,6 +322,7 @@ def _one_or_pair(hidden: tuple) -> Any:
 
 
 @without_interception
+@traced_once(0, 1, 2)
 def _mlp_backward(layers, _, add_input, saved, gradients):
     first, last = layers
     constants, (g, residual_gradient) = lax.stop_gradient((saved, gradients))

@@ -15,6 +15,8 @@ LINEARS = ("attn/q", "attn/k", "attn/v", "attn/out", "mlp/fc1", "mlp/fc2")
 
 DTYPES = ("float32", "bfloat16", "float16")
 ATTENTION = (None, *attention.NAMES)
+RESIZE_MODES = ("shortest", "longest", "squash")
+INTERPOLATIONS = ("bicubic", "bilinear", "random")
 GELUS = ("exact", "tanh", "quick")
 POLICIES = {
     "full": checkpoint_policies.save_weights,
@@ -92,13 +94,23 @@ class VisionConfig(TowerConfig):
     Attributes:
       image_size: side of the square image, in pixels.
       patch_size: side of a patch, in pixels.
+      resize_mode, interpolation, fill_color: how pictures become squares, see `swjax.data.Fitting`.
     """
 
     image_size: int = 224
     patch_size: int
+    resize_mode: str = "shortest"
+    interpolation: str = "bicubic"
+    fill_color: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _check_choice("resize_mode", self.resize_mode, RESIZE_MODES)
+        _check_choice("interpolation", self.interpolation, INTERPOLATIONS)
+        if type(self.fill_color) is not int or not 0 <= self.fill_color <= 255:
+            raise ValueError(
+                f"fill_color must be a whole number from 0 to 255, got {self.fill_color!r:.80}"
+            )
         if self.patch_size < 1 or self.image_size % self.patch_size:
             size, patch = self.image_size, self.patch_size
             remedy = f": try image_size={max(patch, size - size % patch)}" if patch > 0 else ""

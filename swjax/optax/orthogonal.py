@@ -3,17 +3,16 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 from optax import contrib
 
 from swjax.optax.checks import rate_at, require_dtype, require_learning_rate, require_number
 from swjax.optax.matrices import MatrixAxes, guess_matrices
+from swjax.optax.newton_schulz import STEPS, coefficients_of, orthogonalize_all
 from swjax.optax.stable import stable_adamw
 from swjax.optax.tensors import (
     as_arrays,
@@ -25,9 +24,6 @@ from swjax.optax.tensors import (
     resolve_mask,
 )
 
-Reshard = Callable[[jax.Array], jax.Array]
-
-ITERATIONS = 5
 SCALE = 0.2  # RMS of AdamW's updates, to which those of Muon are scaled
 
 
@@ -234,13 +230,17 @@ def scale_by_muon(
     momentum: jax.typing.ArrayLike = 0.95,
     dtype: jax.typing.DTypeLike = jnp.float32,
     stacks: Sequence[tuple[int, ...] | MatrixAxes] = (),
+    coefficients: str = "quintic",
+    steps: int = STEPS,
+    implementation: str | None = None,
 ) -> optax.GradientTransformation:
     """`optax.contrib.scale_by_muon(consistent_rms=0.2)` for matrices and stacks of matrices; see `muon`.
 
     Args:
-      momentum, dtype: see `muon`.
+      momentum, dtype, coefficients, steps: see `muon`.
       stacks: for each parameter its `MatrixAxes`, or the axes that enumerate its matrices; (): all but the
         last two.
+      implementation: see `newton_schulz.orthogonalize`.
     """
     reference = contrib.scale_by_muon(beta=momentum)
 
@@ -248,7 +248,9 @@ def scale_by_muon(
         state = reference.init(params)
         # The range of float16 is too small for the momentum of small gradients.
         stored = lambda m: m.astype(jnp.float32) if m.dtype == jnp.float16 else m
-        return state._replace(mu=jax.tree.map(stored, state.mu))
+        return state._replace(
+            mu=jax.tree.map(stored, state.mu), ns_coeffs=coefficients_of(coefficients, steps)
+        )
 
     def update(grads, state, params=None):
         del params
@@ -276,151 +278,14 @@ def scale_by_muon(
         leaves = [
             each.restore(x * (SCALE * math.sqrt(max(x.shape[-2:]))), before.shape)
             for x, each, before in zip(
-                orthogonalize_all(in_front, state.ns_coeffs, dtype), axes, leaves
+                orthogonalize_all(
+                    in_front, state.ns_coeffs, dtype, steps=steps, implementation=implementation
+                ),
+                axes,
+                leaves,
             )
         ]
         updates = jax.tree.unflatten(structure, leaves)
         return updates, state._replace(count=count, mu=cast_like(mu, state.mu))
 
     return optax.GradientTransformation(init, update)
-
-
-def orthogonalize_all(
-    tree: Any, coefficients: jax.Array, dtype: jax.typing.DTypeLike = jnp.float32
-) -> Any:
-    """`orthogonalize` for each array of a tree.
-
-    If several devices share the work, single matrices of one shape and sharding are stacked, as many as there
-    are devices at a time. So each device computes one of them, and has memory for few.
-    """
-    leaves, structure = jax.tree.flatten(tree)
-    run = functools.partial(orthogonalize, coefficients=coefficients, dtype=dtype)
-    alike: dict[Any, list[int]] = {}  # by type, the numbers of matrices
-    for number, x in enumerate(leaves):
-        kind = jax.typeof(x) if x.ndim == 2 and _sharing(x).devices > 1 else number
-        alike.setdefault(kind, []).append(number)
-    for numbers in alike.values():
-        first = leaves[numbers[0]]
-        if len(numbers) == 1:
-            leaves[numbers[0]] = run(first)
-            continue
-        sharing, size = _sharing(first), len(numbers)
-        # Explicit axes must divide the stack. Padding few matrices would need much memory.
-        if size > sharing.devices or (sharing.is_explicit and size > sharing.devices // 2):
-            size = sharing.devices
-        for start in range(0, len(numbers), size):
-            some = numbers[start : start + size]
-            padding = [jnp.zeros_like(first)] * (size - len(some))
-            stacked = run(jnp.stack([*(leaves[i] for i in some), *padding]))
-            for i, number in enumerate(some):
-                leaves[number] = stacked[i]
-    return jax.tree.unflatten(structure, leaves)
-
-
-# Compiled, because the constraints of `_resharding` need jax.jit.
-@functools.partial(jax.jit, static_argnames="dtype")
-def orthogonalize(
-    x: jax.Array, coefficients: jax.Array, dtype: jax.typing.DTypeLike = jnp.float32
-) -> jax.Array:
-    """Moves the singular values of each matrix near 1, by five Newton-Schulz iterations.
-
-    With optax's coefficients, singular values of at least 0.2 % of the Frobenius norm end between 0.68 and
-    1.2.
-
-    Args:
-      x: [..., m, n].
-      coefficients: of the terms of degree 1, 3 and 5, [3] float32.
-      dtype: of the operands of the products.
-
-    Returns:
-      float32, with the shape of x.
-    """
-    if not x.size:
-        return x.astype(jnp.float32)
-    if x.ndim == 2:
-        return orthogonalize(x[None], coefficients, dtype)[0]
-    given, shape = jax.typeof(x).sharding, x.shape
-    # On an explicit mesh, JAX refuses products along a sharded axis, also of one device.
-    spec = _without_single_devices(given)
-    x = x if spec == given.spec else jax.reshard(x, spec)
-    product = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
-    linear, cubic, quintic = coefficients.astype(jnp.float32)
-    has_fewer_rows = shape[-2] <= shape[-1]
-    largest = jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True)
-    x = x / jnp.where(largest > 0, largest, 1)  # so that no square overflows or underflows
-    x = x / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + 1e-8)
-    replicate, shard, restore = _resharding(x)
-    x = shard(replicate(x.astype(dtype)).reshape(-1, *shape[-2:]))
-    for _ in range(ITERATIONS):
-        transposed = x.mT
-        gram = product(x, transposed) if has_fewer_rows else product(transposed, x)
-        operand = gram.astype(dtype)
-        factor = (cubic * gram + quintic * product(operand, operand)).astype(dtype)
-        added = product(factor, x) if has_fewer_rows else product(x, factor)
-        x = (linear * x.astype(jnp.float32) + added).astype(dtype)
-    x = restore(replicate(x).reshape(shape)).astype(jnp.float32)
-    return x if spec == given.spec else jax.reshard(x, given)
-
-
-def _without_single_devices(sharding: NamedSharding) -> P:
-    """The spec without axes of the mesh that have one device."""
-    sizes = sharding.mesh.shape
-    named = [axes if isinstance(axes, tuple) else (axes,) for axes in sharding.spec]
-    kept = [tuple(axis for axis in axes if axis and sizes[axis] > 1) for axes in named]
-    return P(*((axes if len(axes) > 1 else axes[0]) if axes else None for axes in kept))
-
-
-class _Sharing(NamedTuple):
-    """How devices share the matrices of a stack.
-
-    Attributes:
-      axes: the axes of the mesh along which the layers of a stack are sharded.
-      devices: number of devices along these axes.
-      is_explicit: whether the axes are explicit.
-    """
-
-    axes: tuple[str, ...]
-    devices: int
-    is_explicit: bool
-
-
-def _sharing(x: jax.Array) -> _Sharing:
-    mesh = jax.typeof(x).sharding.mesh
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    kinds = {axis: kind for axis, kind in kinds.items() if mesh.shape[axis] > 1}
-    is_explicit = AxisType.Explicit in kinds.values()
-    wanted = AxisType.Explicit if is_explicit else AxisType.Auto
-    axes = tuple(axis for axis, kind in kinds.items() if kind == wanted)
-    # Constraints on automatic axes need jax.jit. They have no meaning inside jax.shard_map, where arrays are
-    # local.
-    is_local = AxisType.Manual in mesh.axis_types or not isinstance(x, jax.core.Tracer)
-    if is_local and not is_explicit:
-        axes = ()
-    return _Sharing(axes, math.prod(mesh.shape[axis] for axis in axes), is_explicit)
-
-
-def _resharding(x: jax.Array) -> tuple[Reshard, Reshard, Reshard]:
-    """Functions that replicate an array like `x`, shard its layers over devices, and shard it like `x`.
-
-    An array is replicated before its layers are sharded, because XLA moves from one sharded axis to another
-    by several gathers in float32.
-    """
-    same: Reshard = lambda x: x
-    sharing, before = _sharing(x), jax.typeof(x).sharding
-    layers = math.prod(x.shape[:-2])
-    replicated, by_layers = (
-        NamedSharding(before.mesh, spec) for spec in (P(), P(sharing.axes or None))
-    )
-    # Without the barrier, XLA gathers the array before it is converted to another dtype.
-    barrier = jax.lax.optimization_barrier
-    if sharing.is_explicit:
-        divides = layers % sharing.devices == 0
-        return (
-            lambda x: jax.reshard(barrier(x), replicated),
-            (lambda x: jax.reshard(x, by_layers)) if divides else same,
-            lambda x: jax.reshard(x, before),
-        )
-    if sharing.devices == 1 or layers == 1:
-        return same, same, same
-    constrain = jax.lax.with_sharding_constraint
-    return lambda x: constrain(barrier(x), replicated), lambda x: constrain(x, by_layers), same

@@ -7,6 +7,7 @@ predict the time.
 import contextlib
 import dataclasses
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from swjax.data.batches import check_batch_size
+from swjax.data.examples import look
 from swjax.data.skipping import Skips
 from swjax.kernels import chips
 from swjax.kernels.targets import compiling_for
@@ -26,7 +28,7 @@ from swjax.training import config as config_lib
 from swjax.training.config import ConfigError, blame
 from swjax.training.evaluation import open_labelled
 from swjax.training.faults.failures import blame_data
-from swjax.training.inputs import open_splits
+from swjax.training.inputs import check_pictures, open_splits
 from swjax.training.optimizer import make_optimizer, make_schedule, split_frozen
 from swjax.training.setup import make_init, model_config, require_profile
 from swjax.training.state.checkpoint import require_checkpoint
@@ -35,6 +37,7 @@ from swjax.training.state.mirror import Mirror
 
 # Memory of a GPU in GiB, as its driver reports it.
 GPUS = {
+    "b200": 179.1,
     "h200": 139.8,
     "h100-80": 79.1,
     "a100-80": 79.2,
@@ -42,8 +45,10 @@ GPUS = {
     "l40s": 44.4,
     "a10g": 22.1,
     "l4": 22.0,
+    "rtx5090": 31.8,
     "rtx4090": 23.5,
 }
+ALIASES = {"h100": "h100-80", "a100": "a100-40", "4090": "rtx4090", "5090": "rtx5090"}
 # Training throughput in images per second on one GPU, at 224 pixels, with half of the patches dropped:
 # (no block recomputed, all blocks recomputed). These are the newest rows of train_step_matrix_h200.json,
 # train_step_h200.json and train_step_h100.json in benchmarks/results. None was not measured.
@@ -93,7 +98,7 @@ class Hardware(NamedTuple):
     """The devices that a plan is for.
 
     Attributes:
-      kind: a key of `GPUS`, or the kind of this machine's devices.
+      kind: a key of `GPUS`, the memory of an unknown device, or the kind of this machine's devices.
       devices: number of devices.
       limit: bytes that JAX may use on each device, or None if unknown.
     """
@@ -106,19 +111,31 @@ class Hardware(NamedTuple):
     def parse(cls, text: str) -> "Hardware":
         """Parses "KIND:COUNT" or "KIND"; "" means the devices of this machine.
 
+        The kind is a GPU, or the memory of any other device, such as "48GiB".
+
         Raises:
           ConfigError: the kind is unknown, or the count is not a positive number.
+
+        >>> Hardware.parse("H100:8").kind, Hardware.parse("48GiB").limit / 2**30
+        ('h100-80', 36.0)
         """
         if not text:
             device = jax.devices()[0]
             stats = (device.memory_stats() or {}) if device.platform == "gpu" else {}
             return cls(device.device_kind, jax.device_count(), stats.get("bytes_limit"))
-        kind, _, count = text.partition(":")
-        if kind not in GPUS:
-            raise ConfigError(f"--hardware={text} is unknown: choose from {', '.join(GPUS)}")
+        name, _, count = text.partition(":")
+        kind = ALIASES.get(name.lower(), name.lower())
+        memory = re.fullmatch(r"(\d+(?:\.\d+)?)gib", kind)
+        gib = GPUS.get(kind) or float(memory[1] if memory else 0)
+        if not gib:
+            known = ", ".join([*ALIASES, *GPUS])
+            raise ConfigError(
+                f"--hardware={text} is unknown: choose from {known}, or write the memory of a device, such "
+                "as 48GiB:8"
+            )
         if not (count or "1").isdecimal() or int(count or 1) < 1:
-            raise ConfigError(f"--hardware={text}: write KIND:COUNT, such as {kind}:8")
-        return cls(kind, int(count or 1), fraction() * GPUS[kind] * GIB)
+            raise ConfigError(f"--hardware={text}: write KIND:COUNT, such as {name}:8")
+        return cls(kind, int(count or 1), fraction() * gib * GIB)
 
 
 def fraction() -> float:
@@ -141,6 +158,7 @@ class Plan:
       steps, warmup: number of steps of the run and of its warm-up.
       examples: number of examples of the data set.
       shown: the first captions.
+      pictures: lines about unusable examples.
     """
 
     config: ConfigDict
@@ -154,6 +172,7 @@ class Plan:
     warmup: int
     examples: int
     shown: tuple[str, ...]
+    pictures: tuple[str, ...]
 
     @property
     def parameters(self) -> int:
@@ -176,10 +195,11 @@ class Plan:
 
 
 def make(config: ConfigDict, hardware: Hardware) -> Plan:
-    """Opens the data, decodes an example and computes the plan.
+    """Opens the data, reads some of it and computes the plan.
 
     Raises:
-      ConfigError: the config does not fit the data or the devices, or the profile does not fit the run.
+      ConfigError: the config does not fit the data or the devices, or the profile does not fit the run; or
+        too much of the data cannot be read.
     """
     with blame("mesh"):
         sizes = sharding.mesh_sizes(hardware.devices, **config.mesh)
@@ -188,7 +208,8 @@ def make(config: ConfigDict, hardware: Hardware) -> Plan:
     chip = chips.find(hardware.kind)
     with compiling_for(chip.name) if chip else contextlib.nullcontext():
         model = model_config(config)
-    source = open_splits(config)["train"]
+    splits = open_splits(config)
+    source = splits["train"]
     with blame_data():  # as at the start of a run
         skips = Skips(config.data.on_bad, config.data.max_bad_share)
         skips.damage(getattr(source, "damage", ()), getattr(source, "damaged_share", 0.0))
@@ -212,18 +233,28 @@ def make(config: ConfigDict, hardware: Hardware) -> Plan:
         steps=steps,
         warmup=warmup,
         examples=len(source),
-        shown=tuple(source[0]["captions"][:2]),
+        shown=_captions(source),
+        pictures=tuple(check_pictures(config, splits | open_labelled(config))),
     )
+
+
+def _captions(source: Any) -> tuple[str, ...]:
+    """Up to two captions of the first usable one of 10 examples."""
+    for index in range(min(10, len(source))):
+        try:
+            return tuple(look(source, index)[0]["captions"][:2])
+        except Exception:  # `check_pictures` names the reason
+            continue
+    return ()
 
 
 def require_openable(plan: Plan) -> None:
     """Checks what else a run opens at its start.
 
     Raises:
-      ConfigError: a set of `eval.zeroshot` or another run does not exist, weights do not fit the model, or an
-        address has an unknown protocol.
+      ConfigError: another run does not exist, weights do not fit the model, or an address has an unknown
+        protocol.
     """
-    open_labelled(plan.config)
     c = plan.config.checkpoint
     if c.resume:
         require_checkpoint("checkpoint.resume", c.resume)
@@ -243,6 +274,8 @@ def lines(plan: Plan) -> Iterator[str]:
     )
     captions = ", ".join(repr(caption[:60]) for caption in plan.shown)
     yield _line("data", f"{c.data.name}: {plan.examples:,} pairs; the first captions: {captions}")
+    for line in plan.pictures:
+        yield _line("pictures", line)
     pairs = plan.steps * c.train.batch_size
     yield _line(
         "length",

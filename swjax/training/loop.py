@@ -18,7 +18,7 @@ from swjax.training.faults.errors import ExitCode
 from swjax.training.faults.failures import blame_data, blame_disk
 from swjax.training.faults.interrupt import Interrupt, catch
 from swjax.training.faults.nan_policy import Action, NanPolicy
-from swjax.training.inputs import Feed, fingerprints, open_splits
+from swjax.training.inputs import Feed, check_pictures, fingerprints, open_splits
 from swjax.training.log.console import Console
 from swjax.training.log.results import is_finished, record_setup, tell_results, write_results
 from swjax.training.log.step_log import StepLog
@@ -77,6 +77,7 @@ def train(config: ConfigDict, workdir: Path, interrupt: Interrupt, mirror: Mirro
     splits = open_splits(config)
     parts, prints = assemble(config, splits["train"]), fingerprints(splits)
     train_step, evaluate = parts.train_step(config), Evaluator(config, parts.graphdef, parts.mesh)
+    pictures = check_pictures(config, splits | evaluate.sets)
 
     with ExitStack() as stack:
         opened = lambda part: stack.enter_context(closing(part))
@@ -85,6 +86,8 @@ def train(config: ConfigDict, workdir: Path, interrupt: Interrupt, mirror: Mirro
         state, position = init_or_restore(config, checkpoints, parts.init, parts.like)
         step, stopping = finished_steps(state, parts.steps), False
         console = Console(parts.steps)
+        for line in pictures:
+            console.say(line)
         timing = opened(Timing(config.train.batch_size, parts.model))
         feed = opened(Feed(config, parts, prints, position, timing))
         distributed.first_does(lambda: record_setup(config, workdir, console, step))
@@ -97,7 +100,7 @@ def train(config: ConfigDict, workdir: Path, interrupt: Interrupt, mirror: Mirro
         validation.resume(step, state)
         while step < parts.steps and not stopping:
             # ------------------------------------------------------------------------ Step
-            batch = next(feed, None)  # None: the data failed; the run saves and ends
+            batch = next(feed, None)  # None: the data of a process failed; all save and end
             if batch:
                 log.before(step + 1, state, batch)
                 state, metrics = train_step(state, batch)
@@ -106,7 +109,7 @@ def train(config: ConfigDict, workdir: Path, interrupt: Interrupt, mirror: Mirro
                 interrupt.handle()
 
             # ------------------------------------------------------------------------ Log
-            stopping = distributed.should_stop(step, interrupt.requested or not batch)
+            stopping = batch is None or distributed.should_stop(step, interrupt.requested)
             evaluating = batch is not None and validation.is_due(step)
             saving = stopping or step == parts.steps or is_due(step, config.checkpoint.every_steps)
             records = log.due(step, now=evaluating or saving)

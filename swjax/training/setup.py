@@ -13,7 +13,7 @@ import optax
 from flax import nnx
 from ml_collections import ConfigDict
 
-from swjax import auto, recipes
+from swjax import auto, data, recipes
 from swjax.kernels import targets
 from swjax.models import clip, sharding
 from swjax.nnx import set_layouts
@@ -180,6 +180,13 @@ def model_config(config: ConfigDict) -> clip.CLIPConfig:
             **{name: c[name] for name in same},
             **sizes,
         )
+
+
+def fitting(config: ConfigDict) -> data.Fitting:
+    """Returns how pictures become squares according to the config."""
+    names = [field.name for field in dataclasses.fields(data.Fitting)]
+    given = {name: config.model.vision.get(name) for name in names}  # older versions lack the keys
+    return data.Fitting(**{name: value for name, value in given.items() if value})
 
 
 def compile_step(
