@@ -465,6 +465,7 @@ def test_outcome(transformation, recipe):
 BOUNDS = {
     "switchback_hadamard": ["b <= 1024", "b >= 1025"],
     "int8_hadamard": ["b <= 1024", "b >= 1025"],
+    "fp8_hadamard": ["b <= 1024", "b >= 1025"],
     "llm_int8": ["b <= 131072"],
     "llm_int8_outlier6": ["b <= 131072"],
 }
