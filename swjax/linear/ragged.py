@@ -36,8 +36,9 @@ def ragged_switchback(
     of x. Inside `jax.jit` no group size is an error: negative sizes count as zero, and groups end at the
     last row.
 
-    On NVIDIA GPUs from Ampere on, Triton kernels compute the products, also those of the recipe "standard"
-    in 16 bits. On CPUs, XLA expands a ragged product to a dense one over all experts.
+    Kernels compute the products on NVIDIA GPUs, in Mosaic on Hopper and in Triton from Ampere on, also those
+    of the recipe "standard" in 16 bits. Elsewhere, and in float32, XLA computes them; on CPUs it expands a
+    ragged product to a dense one over all experts.
 
     Args:
       x: [m, k] float16, bfloat16 or float32, rows sorted by expert.
@@ -48,7 +49,7 @@ def ragged_switchback(
         without rotated features and outliers. Its weight gradient is in 16 bits or in blocks of tokens.
       out_dtype: dtype of y; None uses the dtype of x.
       precision: precision of the products without quantization, see `jax.lax.dot_general`.
-      implementation: "xla", "triton" or None, which chooses; see `swjax.switchback`.
+      implementation: see `swjax.switchback`; None chooses.
 
     Returns:
       y: [m, n] in `out_dtype`.
