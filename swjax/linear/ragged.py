@@ -32,7 +32,7 @@ def ragged_switchback(
     `swjax.switchback`: one scale per row of x and of the gradient, one scale per expert's weight (or one per
     expert and channel). The weight gradient is a product in the dtype of x. `switchback_hadamard` computes it
     in int8, from rotated rows, where that is faster: with at least 512 rows for an average expert, and
-    ``k n / (k + n)`` of at least 1,024. Rows beyond the sum of the groups are zero, in y and in the gradient
+    ``k n / (k + n)`` of at least 700. Rows beyond the sum of the groups are zero, in y and in the gradient
     of x. Inside `jax.jit` no group size is an error: negative sizes count as zero, and groups end at the
     last row.
 
