@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from swjax.kernels import targets
 from swjax.kernels.formats import QTensor, to_float32
 from swjax.kernels.quantizers.reference import quantize
 
@@ -105,7 +106,7 @@ def rotate_features(
 
 def _fast(x: jax.Array) -> jax.Array:
     """x in a dtype whose products are fast: 16-bit products are slow on CPUs."""
-    return to_float32(x) if jax.default_backend() == "cpu" else x
+    return to_float32(x) if targets.platform() == "cpu" else x
 
 
 def quantize_rotated(x: jax.Array, dtype: str = "int8", *, rotation: int) -> QTensor:

@@ -177,7 +177,7 @@ class Planner:
             reason = "" if layout else NO_LAYOUT
         product = TracedProduct(
             " + ".join(dict.fromkeys(path for o in found if o for path in o.paths)),
-            f"ragged {equation} by XLA" if ragged else equation,
+            f"ragged {equation}" if ragged else equation,
             (lhs.shape, rhs.shape),
             2 * lhs.size * math.prod(columns) * repeats,
             choice.recipe,

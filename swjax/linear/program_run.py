@@ -262,11 +262,11 @@ def multiply(
 
 
 @cache
-def _ragged_product(recipe, precision, preferred) -> Callable:
+def _ragged_product(recipe, implementation, precision, preferred) -> Callable:
     @jax.jit
     def quantized_product(x, w, group_sizes):
         options = {"recipe": recipe, "precision": precision, "out_dtype": preferred}
-        return ragged_switchback(x, w, group_sizes, **options)
+        return ragged_switchback(x, w, group_sizes, implementation=implementation, **options)
 
     return quantized_product
 
@@ -292,13 +292,11 @@ def multiply_ragged(
     )
     if at == 0 or batch or (x.ndim, w.ndim, len(groups)) != (2, 3, 1) or ragged == contracted:
         raise unsupported(product, "experts need x [m, k] and w [e, k, n]")
-    if implementation not in (None, "xla"):
-        raise unsupported(product, f"only XLA multiplies ragged arrays, not {implementation!r}")
     (n,) = {0, 1, 2} - {k, *groups}
     x, w = x.transpose(*ragged, *contracted), w.transpose(*groups, k, n)
     options = params["precision"], params["preferred_element_type"]
     try:
-        y = _ragged_product(recipe, *options)(x, w, values[2])
+        y = _ragged_product(recipe, implementation, *options)(x, w, values[2])
     except ValueError as error:
         raise unsupported(product, error) from error
     return [y.astype(like.dtype)], []
