@@ -129,6 +129,13 @@ def test_both_forms_of_a_weight_have_the_same_bits(operation, implementation, sh
         got = run(operation, x, absmax, implementation=implementation, dtype=target)
         for q, transpose in zip(got, (False, True), strict=True):
             assert_same_bits(q, oracle.quantize(x, (0, 1), target, transpose=transpose))
+    stack = np.stack([x, x * np.asarray(3, dtype)])
+    absmax = jnp.max(jnp.abs(stack.astype(jnp.float32)), 2)
+    got = run(operation, stack, absmax, implementation=implementation, dtype=target)
+    for number, matrix in enumerate(stack):
+        for q, transpose in zip(got, (False, True), strict=True):
+            one = QTensor(*(np.asarray(part)[number] for part in q))
+            assert_same_bits(one, oracle.quantize(matrix, (0, 1), target, transpose=transpose))
 
 
 @implementations.each("quantize", **same((3, 5, 48)))
@@ -390,6 +397,38 @@ def test_leading_axes_of_a_product(operation, implementation, shape):
     flat = run(operation, a, b, **options)
     stacked = QTensor(a.values.reshape(2, 3, 48), a.scale.reshape(2, 3, 1))
     np.testing.assert_array_equal(run(operation, stacked, b, **options), flat.reshape(2, 3, 16))
+
+
+# Tiles of one size divide the rows of the first and the fourth. [batch, m, k]
+SYMMETRIC = [(2, 256, 128), (3, 200, 72), (1, 1, 1), (4, 1280, 5120)]
+
+
+@implementations.each(
+    "symmetric_product",
+    compiled=SYMMETRIC,
+    interpreted=SYMMETRIC[:3],
+    kept=2,
+    options=("dtype, contract", [("bfloat16", -1), ("float16", -2)]),
+    few_options=[("float16", -2)],
+)
+def test_symmetric_products(operation, implementation, shape, dtype, contract):
+    """Gram matrices, and products of commuting matrices with all terms."""
+    batch, m, k = shape
+    x = (normal(shape) / k**0.5).astype(dtype)
+    x = x if contract == -1 else x.mT
+    gram = np.asarray(run(operation, x, x, implementation=implementation, contract=contract))
+    factors = np.float32([[2, -1, 0.5]] * batch) * np.float32([[1], [2], [3], [4]])[:batch]
+    got = run(operation, gram, gram, gram, factors, implementation=implementation)
+    x, exact = (array.astype(np.float64) for array in (x, gram))
+    product, added, identity = (factors[:, i, None, None].astype(np.float64) for i in range(3))
+    cases = [
+        (gram, x @ x.mT if contract == -1 else x.mT @ x),
+        (got, product * exact @ exact + added * exact + identity * np.eye(m)),
+    ]
+    for value, want in cases:
+        assert value.dtype == dtype
+        assert snr_db(value, want) > FLOOR_DB[dtype] - (6 if m == 1 else 0)  # the error of one element
+        np.testing.assert_array_equal(value, np.asarray(value).mT)
 
 
 @implementations.at("weight_gradient", shapes=LAYERS, xla=XLA_LAYERS, name="layer")

@@ -28,6 +28,7 @@ POINTERS = {
     "bfloat16": "*bf16",
     "float16": "*fp16",
     "float32": "*fp32",
+    "int32": "*i32",
     "int8": "*i8",
     "float8_e4m3fn": "*fp8e4nv",
     "float8_e5m2": "*fp8e5",
@@ -267,6 +268,74 @@ def test_int8_weight_gradients_compile(compiled, capability, shape, tmp_path):
             assert_no_spills(kernel, tmp_path)
 
 
+@pytest.mark.parametrize("contract", [-1, -2])
+@pytest.mark.parametrize("capability", [release(80), 90])
+def test_symmetric_products_run_on_tensor_cores_with_wide_loads(
+    compiled, capability, contract, tmp_path
+):
+    x = array((32, 1280, 5120) if contract == -1 else (32, 5120, 1280), "float16")
+    gram, factors = array((32, 1280, 1280), "float16"), array((32, 3))
+    function = in_triton("symmetric_product")
+    for kernel in (
+        compiled(capability, function, x, x, None, factors, contract=contract),
+        compiled(capability, function, gram, gram, gram, factors),
+    ):
+        assert instructions(kernel, r"wgmma\.mma.*f16\.f16|mma\.sync.*f16\.f16")
+        assert instructions(kernel, r"cp\.async\.c[ag]").keys() == {"cp.async.cg.shared.global"}
+        assert instructions(kernel, r"st\.global").keys() == {"st.global.v4.b32"}
+        assert_no_spills(kernel, tmp_path)
+
+
+# Mixtral-8x7B: rows, width, width of the hidden layer, experts.
+M, WIDTH, INNER, EXPERTS = 32_768, 4096, 14_336, 8
+SIZES = array((EXPERTS,), "int32")
+STACK = QTensor(array((EXPERTS, INNER, WIDTH), "int8"), array((EXPERTS, 1, 1)))
+ROWS_X, ROWS_G = array((M, WIDTH), "bfloat16"), array((M, INNER), "bfloat16")
+RAGGED = {
+    "int8": ("ragged_matmul", (quantized(M, WIDTH), STACK, SIZES), {"axis": 2}),
+    "16 bits": (
+        "ragged_matmul",
+        (ROWS_X, array((EXPERTS, WIDTH, INNER), "bfloat16"), SIZES),
+        {"axis": 1},
+    ),
+    "16 bits, input gradient": (
+        "ragged_matmul",
+        (ROWS_G, array((EXPERTS, WIDTH, INNER), "bfloat16"), SIZES, ROWS_X),
+        {"axis": 2},
+    ),
+    "weight gradient": ("ragged_weight_gradient", (ROWS_X, ROWS_G, SIZES), {}),
+    "rotated weight gradient": (
+        "ragged_block_weight_gradient",
+        (ROWS_X, (ROWS_G,), SIZES),
+        {"dtypes": ("int8", "int8"), "block": 1024, "rotation": 128},
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "capability, case",
+    [
+        *((90, case) for case in ("int8", "16 bits", "weight gradient")),
+        *(release(90, case) for case in ("16 bits, input gradient", "rotated weight gradient")),
+        *(release(80, case) for case in RAGGED),
+    ],
+)
+def test_ragged_products_run_on_tensor_cores_with_wide_loads(compiled, capability, case, tmp_path):
+    operation, arrays, options = RAGGED[case]
+    kernel = compiled(capability, in_triton(operation), *arrays, out_dtype="bfloat16", **options)
+    kind = "s32.*s8" if case in ("int8", "rotated weight gradient") else "f32.*bf16"
+    found = instructions(kernel, r"wgmma\.mma|mma\.sync")
+    assert found and all(re.search(kind, name) for name in found)
+    assert all(name.startswith("wgmma") for name in found) or capability == 80
+    loads = instructions(kernel, r"cp\.async\.c[ag]|ld\.global")
+    assert loads.pop("cp.async.cg.shared.global")
+    # Tables, scales and the addend.
+    assert loads.keys() <= {"ld.global.b32", "ld.global.v2.b32", "ld.global.v4.b32"}, loads
+    assert instructions(kernel, r"st\.global").keys() == {"st.global.v4.b32"}
+    if capability == 90:
+        assert_no_spills(kernel, tmp_path)
+
+
 # --- Mosaic -------------------------------------------------------------------------------------------
 
 
@@ -294,6 +363,13 @@ def test_mosaic_products_lower_for_hopper(dtypes, scales, out_dtype):
         given = [terms[name] if name in names else None for name in terms]
         program = lowered(in_mosaic("matmul"), a, b, *given, out_dtype=out_dtype)
         assert "mosaic_gpu" in program
+
+
+@pytest.mark.parametrize("case", [release("16 bits"), "int8", release("16 bits, input gradient")])
+def test_mosaic_ragged_products_lower_for_hopper(case):
+    operation, arrays, options = RAGGED[case]
+    program = lowered(in_mosaic(operation), *arrays, out_dtype="bfloat16", **options)
+    assert "mosaic_gpu" in program
 
 
 @pytest.mark.parametrize("slices", [release(Slices(0, 0.0, 1)), Slices(132, 0.5, 3)])

@@ -37,7 +37,7 @@ import swjax.losses
 import swjax.nnx
 from swjax import Layout
 from swjax.optax import path_name
-from swjax.optax.orthogonal import orthogonalize, orthogonalize_all
+from swjax.optax.newton_schulz import orthogonalize, orthogonalize_all
 from swjax.recipes import RECIPES
 from swjax.testing import assert_quantized_gathers, collectives
 

@@ -465,6 +465,7 @@ def test_outcome(transformation, recipe):
 BOUNDS = {
     "switchback_hadamard": ["b <= 1024", "b >= 1025"],
     "int8_hadamard": ["b <= 1024", "b >= 1025"],
+    "fp8_hadamard": ["b <= 1024", "b >= 1025"],
     "llm_int8": ["b <= 131072"],
     "llm_int8_outlier6": ["b <= 131072"],
 }
@@ -506,14 +507,19 @@ BEGIN, END = "<!-- recipes: begin -->", "<!-- recipes: end -->"
 
 
 def table() -> str:
-    """Returns `OUTCOMES` in Markdown; recipes with equal outcomes share a column."""
+    """Returns `OUTCOMES` in Markdown: what works with every recipe, and a table of the rest.
+
+    In the table recipes with equal outcomes share a column.
+    """
+    everywhere = [t for t in OUTCOMES if all(outcome(t, recipe) == YES for recipe in RECIPES)]
+    others = [t for t in OUTCOMES if t not in everywhere]
     groups: dict[tuple[str, ...], list[str]] = {}
     for recipe in RECIPES:
-        column = tuple(outcome(transformation, recipe) for transformation in OUTCOMES)
-        groups.setdefault(column, []).append(f"`{recipe}`")
-    rows = [("transformation", *map(", ".join, groups.values())), ("---",) * (1 + len(groups))]
-    rows += zip(OUTCOMES, *groups)
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+        groups.setdefault(tuple(outcome(t, recipe) for t in others), []).append(f"`{recipe}`")
+    names = ["all others" if len(group) > 1 else group[0] for group in groups.values()]
+    rows = [("transformation", *names), ("---",) * (1 + len(groups)), *zip(others, *groups)]
+    lines = ["Every recipe works with:", "", *(f"- {t}" for t in everywhere), ""]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
 
 
 def with_table(page: str) -> str:

@@ -80,7 +80,8 @@ def input_gradients(
     """
     first, dgrad = layers[0], layers[0].recipe.dgrad
     outliers = dgrad is not None and dgrad.outlier_threshold
-    alike = len({(layer.sharding, layer.recipe) for layer in layers}) == 1
+    kinds = {(layer.sharding, layer.recipe, layer.rotated_weight) for layer in layers}
+    alike = len(kinds) == 1
     if not outliers and alike:
         return _multiply_input_gradients(dgrad, gs, first.dtype, ws=ws, layer=first)
 
@@ -115,7 +116,10 @@ def _multiply_input_gradients(product: Product | None, gs, out_dtype: str, *, ws
         dxs = _products_or_sum(gs, ws, axes=(-1, -1), layer=layer, out_dtype=out_dtype)
         if len(dxs) > 1 and sharding.sharded_axes(sharding.n):
             dxs = (add(*dxs),)
-        return sharding.sum(dxs, sharding.n)
+        dxs = sharding.sum(dxs, sharding.n)
+        # g (H w)T = (g wT) HT
+        rotation = layer.rotated_weight
+        return tuple(reference.rotate_features(dx, rotation, inverse=True) for dx in dxs)
 
     return sharding.map_shards(step, (gs, ws), (g_specs, w_specs), sharding.x)
 
@@ -222,6 +226,8 @@ def _product(
     (lhs, axis_a), (rhs, axis_b) = stored(a, axes[0]), stored(b, axes[1])
     if isinstance(lhs, QTensor):
         options: dict[str, Any] = {"contract": (axis_a, axis_b)}
+        if lhs.values.dtype.itemsize > 1:  # of a block format, which no kernel multiplies
+            return reference.matmul(lhs, rhs, bias, addend, out_dtype=out_dtype, **options)
         options["implementation"] = layer.implementation
         if not _sum_fits_int32(lhs, axis_a):
             return _long_product(lhs, rhs, bias, addend, options).astype(out_dtype)
@@ -258,13 +264,18 @@ def _products_or_sum(gs, ws, *, axes, layer: Layer, out_dtype: str) -> tuple[jax
     (a, axes_of_a), (b, axes_of_b) = (zip(*side) for side in zip(*pairs))
     options: dict[str, Any] = {"out_dtype": out_dtype, "contract": (axes_of_a[0], axes_of_b[0])}
     fit = len(pairs) > 1 and len({*axes_of_a}) == len({*axes_of_b}) == 1
-    fit = fit and all(isinstance(q, QTensor) and _sum_fits_int32(q, axes_of_a[0]) for q in a)
+    fit = fit and all(isinstance(q, QTensor) and _fits_kernels(q, axes_of_a[0]) for q in a)
     chosen = {"implementation": layer.implementation}
     if fit and dispatch.has_kernel("matmul_sum", a, b, **options, **chosen):
         return (dispatch.run("matmul_sum", a, b, **options, **chosen),)
     return tuple(
         _product(g, w, axes=axes, layer=layer, out_dtype=out_dtype) for g, w in zip(gs, ws)
     )
+
+
+def _fits_kernels(a: QTensor, axis: int) -> bool:
+    """Whether the kernels multiply such an operand: 8-bit values, and int8 sums that int32 holds."""
+    return a.values.dtype.itemsize == 1 and _sum_fits_int32(a, axis)
 
 
 def _sum_fits_int32(a: QTensor, axis: int) -> bool:

@@ -8,7 +8,7 @@ exact. This is the straight-through estimate: the derivatives of ``prologue(x) w
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from swjax.kernels.reference import QTensor
+from swjax.kernels import dispatch
+from swjax.kernels.reference import QTensor, rotate_features
 from swjax.linear.interception import without_interception
 from swjax.linear.layer import (
     Layer,
@@ -111,7 +112,7 @@ def _quantized_input(x: Any, prologue: Prologue | Gated | None, layer: Layer) ->
         fusable = prologue.whole_rows or not sharding.sharded_axes(sharding.k)
         quantize_to = fwd.lhs.dtype if quantizes_rows(fwd) and fusable else None
         x, q = apply(prologue, x, layer, quantize_to=quantize_to)
-    if q is None and fwd is not None and not fwd.outlier_threshold:
+    if q is None and fwd is not None and not (fwd.outlier_threshold or fwd.in_blocks):
         q = quantize_sharded(fwd.lhs, x, sharding.x, -1, layer)
     if q is not None and layer.recipe.save_quantized:
         q = name_for_checkpoint(q, "swjax_x")
@@ -123,7 +124,7 @@ def _quantized_weight(w: jax.Array | QTensor, layer: Layer) -> Operand:
     fwd = layer.recipe.fwd
     if isinstance(w, QTensor):
         return Operand(transposed=w)
-    if fwd is None:
+    if fwd is None or fwd.in_blocks:  # blocks extend along the axis that a product sums over
         return Operand(w)
     if layer.quantizes_weight_once and layer.reads_last_axis:
         known = Operand(None, *quantize_weight_both_ways(w, fwd.rhs.dtype, layer))
@@ -234,6 +235,35 @@ def _from_bytes(saved: Saved, layers: Layers) -> Saved:
 # --- layers of one input ------------------------------------------------------------------------------
 
 
+def traced_once(*static: int) -> Callable[[Callable], Callable]:
+    """Decorates a rule so that JAX traces it once for layers of equal shapes and settings.
+
+    `jax.checkpoint` sees the names inside. Outside of `jax.jit` the rule runs as it is, because it saves less
+    for arrays that it sees to be constants, see `may_be_differentiated`; and where `dispatch.record` counts
+    its operations.
+
+    Args:
+      *static: positions of the arguments that are no arrays.
+
+    >>> rule = traced_once(0)(lambda name, x: print(name) or x)
+    >>> _ = jax.make_jaxpr(lambda x: rule("traced", rule("traced", x)))(1.0)
+    traced
+    """
+
+    def decorate(rule):
+        jitted = jax.jit(rule, static_argnums=static)
+
+        @wraps(rule)
+        def wrapper(*args):
+            arrays = [arg for i, arg in enumerate(args) if i not in static]
+            as_it_is = dispatch.is_recording() or not may_be_differentiated(arrays)
+            return (rule if as_it_is else jitted)(*args)
+
+        return wrapper
+
+    return decorate
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def linears(
     inputs: LayerArrays, addends: Addends, layers: Layers, residual: bool
@@ -242,6 +272,7 @@ def linears(
     return _linears_forward(inputs, addends, layers, residual)[0]
 
 
+@traced_once(2, 3)
 def _linears_forward(inputs, addends, layers, residual):
     ys, x, ws = forward(*lax.stop_gradient((inputs, addends)), layers)
     ys = differentiated_as(partial(_exact_outputs, layers), ys, inputs, addends)
@@ -250,6 +281,7 @@ def _linears_forward(inputs, addends, layers, residual):
 
 
 @without_interception
+@traced_once(0, 1)
 def _linears_backward(layers, _, saved, gradients):
     constants, (gs, residual_gradient) = lax.stop_gradient((saved, gradients))
     gs = tuple(map(Operand, gs))
@@ -296,6 +328,7 @@ def fused_mlp(
     return _mlp_forward(inputs, inputs2, layers, residual, add_input)[0]
 
 
+@traced_once(2, 3, 4)
 def _mlp_forward(inputs, inputs2, layers, residual, add_input):
     first, last = layers.first, (layers.last,)
     hidden, x, ws = forward(lax.stop_gradient(inputs), (None,) * len(first), first)
@@ -315,6 +348,7 @@ def _one_or_pair(hidden: tuple) -> Any:
 
 
 @without_interception
+@traced_once(0, 1, 2)
 def _mlp_backward(layers, _, add_input, saved, gradients):
     first, last = layers
     constants, (g, residual_gradient) = lax.stop_gradient((saved, gradients))
@@ -396,8 +430,18 @@ def _restored(kept: LayerArrays, saved: Saved, layers: Layers) -> LayerArrays:
 
 def _exact_outputs(layers: Layers, inputs: LayerArrays, addends: Addends) -> tuple[jax.Array, ...]:
     """The outputs without quantization, which JAX differentiates."""
-    exact = (replace(layer, recipe=Recipe(), implementation="xla") for layer in layers)
-    return forward(inputs, addends, tuple(exact))[0]
+    exact = tuple(replace(layer, recipe=Recipe(), implementation="xla") for layer in layers)
+    ws = tuple(map(_exact_weight, inputs.ws, layers))
+    return forward(inputs._replace(ws=ws), addends, exact)[0]
+
+
+def _exact_weight(w: jax.Array | QTensor, layer: Layer) -> jax.Array | QTensor:
+    """The weight that a layer without quantization multiplies."""
+    if not isinstance(w, QTensor) or layer.rotated_weight == 1:
+        return w
+    return rotate_features(
+        as_array(Operand(transposed=w), "float32"), layer.rotated_weight, 0, inverse=True
+    )
 
 
 def _exact_mlp(layers: MLPLayers, add_input: bool, inputs: LayerArrays, inputs2: LayerArrays):

@@ -8,12 +8,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 from optax import contrib
 
 from swjax.optax.checks import rate_at, require_dtype, require_learning_rate, require_number
 from swjax.optax.matrices import MatrixAxes, guess_matrices
+from swjax.optax.newton_schulz import (
+    COEFFICIENTS,
+    STEPS,
+    coefficients_of,
+    orthogonalize_all,
+)
 from swjax.optax.stable import stable_adamw
 from swjax.optax.tensors import (
     as_arrays,
@@ -25,9 +29,6 @@ from swjax.optax.tensors import (
     resolve_mask,
 )
 
-Reshard = Callable[[jax.Array], jax.Array]
-
-ITERATIONS = 5
 SCALE = 0.2  # RMS of AdamW's updates, to which those of Muon are scaled
 
 
@@ -43,6 +44,9 @@ def muon(
     momentum: jax.typing.ArrayLike = 0.95,
     dtype: jax.typing.DTypeLike = "float32",
     block_axes: Any | Callable[[optax.Params], Any] | None = None,
+    coefficients: str = "quintic",
+    steps: int | None = None,
+    neuron_b2: jax.typing.ArrayLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Muon for the weight matrices of hidden layers, and AdamW for the other parameters.
 
@@ -51,7 +55,9 @@ def muon(
     In two comparisons the best rate of Muon was three to four times that of AdamW.
 
     The Muon part is that of `optax.contrib.muon` with `consistent_rms=0.2`, apart from rounding and from
-    matrices whose gradients are near 0, below 1e-7. The operands of its products are of `dtype`.
+    matrices whose gradients are near 0, below 1e-7. Its products have operands of `dtype`. Matrices whose
+    long side is at least 1.5 times the short one are iterated on their Gram matrix, which takes fewer
+    products. On NVIDIA GPUs a kernel computes one triangle of symmetric products of 16 bits.
 
     On a mesh the devices share the matrices under `jax.jit`. Each device gathers a whole stack, in `dtype`,
     and orthogonalizes a part of its matrices. Single matrices of one shape and sharding are stacked for this.
@@ -65,7 +71,7 @@ def muon(
     a weight decay of its own.
 
     Under `optax.inject_hyperparams` every number may be traced. List the other arguments that you pass in
-    `static_args`: "matrices", "mask", "dtype" and "block_axes". For parameters below float32 add
+    `static_args`: "matrices", "mask", "dtype", "block_axes" and "steps". For parameters below float32 add
     `hyperparam_dtype=jnp.float32`, because b2 = 0.999 rounds to 1 in bfloat16.
 
     Args:
@@ -82,10 +88,18 @@ def muon(
       weight_decay: at least 0; decoupled weight decay of both parts, multiplied by the learning rate.
       mask: the decayed parameters, as in `stable_adamw`. Default: all parameters.
       momentum: of Muon, in [0, 1), with Nesterov's correction.
-      dtype: of the operands of Muon's products, of at least 16 bits; sums are in float32. Jordan et al. use
-        bfloat16.
+      dtype: of the operands of Muon's products, of at least 16 bits; sums are in float32. On a GPU take
+        float16: it is as fast as bfloat16, which Jordan et al. use, and its errors are an eighth. Operands
+        are scaled, so that no gradient is too large or too small for it.
       block_axes: the axis or axes that enumerate stacked tensors, as in `stable_adamw`. Muon orthogonalizes
         each matrix of a stack; for parameters that AdamW updates, the axes set the RMS of `rms_by_path`.
+      coefficients: of the Newton-Schulz iterations: "quintic", those of Jordan et al., or "polar_express",
+        those of Amsel et al., which differ between steps and end nearer to 1.
+      steps: number of iterations, at least 1; None: 5. Each lifts the smallest singular values by a factor of about 3.4
+        with "quintic".
+      neuron_b2: in [0, 1), NorMuon's: divides the update of each output neuron, along the last axis of m x n,
+        by the root of a moving average of its mean square, and scales the update of each matrix to an RMS of
+        0.2. NorMuon's authors use 0.95. None: no such division. Not studied in this project.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`. Updates have the dtype of the parameters.
@@ -110,8 +124,11 @@ def muon(
       Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024,
       https://kellerjordan.github.io/posts/muon/.
       Liu et al., "Muon is scalable for LLM training", 2025, https://arxiv.org/abs/2502.16982: the scale.
+      Amsel et al., "The Polar Express", 2025, https://arxiv.org/abs/2505.16932: the other coefficients.
+      Li et al., "NorMuon", 2025, https://arxiv.org/abs/2510.05491: `neuron_b2`.
     """
     _validate(learning_rate, b1, b2, eps, weight_decay, momentum, dtype)
+    _validate_iterations(coefficients, steps, neuron_b2)
     rate = functools.partial(rate_at, "muon", learning_rate)
 
     def both(params) -> optax.GradientTransformationExtraArgs:
@@ -155,8 +172,9 @@ def muon(
             if name == "muon"
         ]
         of_matrices = optax.chain(
-            scale_by_muon(momentum, dtype, stacks),
-            optax.identity(),  # its empty state is in checkpoints
+            scale_by_muon(momentum, dtype, stacks, coefficients, steps or STEPS),
+            # An empty state is in checkpoints.
+            optax.identity() if neuron_b2 is None else scale_neurons(neuron_b2, stacks),
             optax.add_decayed_weights(weight_decay, part("muon", decays)),
             optax.scale_by_learning_rate(rate),
         )
@@ -198,6 +216,20 @@ def _validate(learning_rate, b1, b2, eps, weight_decay, momentum, dtype):
     require_dtype("muon", "dtype", dtype, bits=16)
 
 
+def _validate_iterations(coefficients, steps, neuron_b2):
+    if coefficients not in COEFFICIENTS:
+        raise ValueError(
+            f"muon's coefficients must be one of {', '.join(COEFFICIENTS)}, got {coefficients!r}"
+        )
+    if steps is not None and (type(steps) is not int or steps < 1):
+        raise ValueError(
+            f"muon's steps must be None or an int of at least 1, got {steps!r}: under "
+            "optax.inject_hyperparams add 'steps' to static_args"
+        )
+    if neuron_b2 is not None:
+        require_number("muon", "neuron_b2", neuron_b2, lambda x: 0 <= x < 1, "in [0, 1), or None")
+
+
 class _Axes(tuple):
     """The block axes of a parameter, as a leaf of a tree."""
 
@@ -234,13 +266,17 @@ def scale_by_muon(
     momentum: jax.typing.ArrayLike = 0.95,
     dtype: jax.typing.DTypeLike = jnp.float32,
     stacks: Sequence[tuple[int, ...] | MatrixAxes] = (),
+    coefficients: str = "quintic",
+    steps: int = STEPS,
+    implementation: str | None = None,
 ) -> optax.GradientTransformation:
     """`optax.contrib.scale_by_muon(consistent_rms=0.2)` for matrices and stacks of matrices; see `muon`.
 
     Args:
-      momentum, dtype: see `muon`.
+      momentum, dtype, coefficients, steps: see `muon`.
       stacks: for each parameter its `MatrixAxes`, or the axes that enumerate its matrices; (): all but the
         last two.
+      implementation: see `newton_schulz.orthogonalize`.
     """
     reference = contrib.scale_by_muon(beta=momentum)
 
@@ -248,7 +284,9 @@ def scale_by_muon(
         state = reference.init(params)
         # The range of float16 is too small for the momentum of small gradients.
         stored = lambda m: m.astype(jnp.float32) if m.dtype == jnp.float16 else m
-        return state._replace(mu=jax.tree.map(stored, state.mu))
+        return state._replace(
+            mu=jax.tree.map(stored, state.mu), ns_coeffs=coefficients_of(coefficients, steps)
+        )
 
     def update(grads, state, params=None):
         del params
@@ -268,15 +306,16 @@ def scale_by_muon(
         mu = jax.tree.map(lambda g, m: beta * m + (1 - beta) * g, float32(grads), float32(state.mu))
         directions = jax.tree.map(nesterov, float32(grads), mu)
         leaves, structure = jax.tree.flatten(directions)
-        axes = [
-            each if isinstance(each, MatrixAxes) else MatrixAxes.of_blocks(each, x.ndim)
-            for each, x in zip(stacks or [()] * len(leaves), leaves)
-        ]
+        axes = _matrix_axes(stacks, leaves)
         in_front = [each.as_stack(x) for x, each in zip(leaves, axes)]
         leaves = [
             each.restore(x * (SCALE * math.sqrt(max(x.shape[-2:]))), before.shape)
             for x, each, before in zip(
-                orthogonalize_all(in_front, state.ns_coeffs, dtype), axes, leaves
+                orthogonalize_all(
+                    in_front, state.ns_coeffs, dtype, steps=steps, implementation=implementation
+                ),
+                axes,
+                leaves,
             )
         ]
         updates = jax.tree.unflatten(structure, leaves)
@@ -285,142 +324,63 @@ def scale_by_muon(
     return optax.GradientTransformation(init, update)
 
 
-def orthogonalize_all(
-    tree: Any, coefficients: jax.Array, dtype: jax.typing.DTypeLike = jnp.float32
-) -> Any:
-    """`orthogonalize` for each array of a tree.
-
-    If several devices share the work, single matrices of one shape and sharding are stacked, as many as there
-    are devices at a time. So each device computes one of them, and has memory for few.
-    """
-    leaves, structure = jax.tree.flatten(tree)
-    run = functools.partial(orthogonalize, coefficients=coefficients, dtype=dtype)
-    alike: dict[Any, list[int]] = {}  # by type, the numbers of matrices
-    for number, x in enumerate(leaves):
-        kind = jax.typeof(x) if x.ndim == 2 and _sharing(x).devices > 1 else number
-        alike.setdefault(kind, []).append(number)
-    for numbers in alike.values():
-        first = leaves[numbers[0]]
-        if len(numbers) == 1:
-            leaves[numbers[0]] = run(first)
-            continue
-        sharing, size = _sharing(first), len(numbers)
-        # Explicit axes must divide the stack. Padding few matrices would need much memory.
-        if size > sharing.devices or (sharing.is_explicit and size > sharing.devices // 2):
-            size = sharing.devices
-        for start in range(0, len(numbers), size):
-            some = numbers[start : start + size]
-            padding = [jnp.zeros_like(first)] * (size - len(some))
-            stacked = run(jnp.stack([*(leaves[i] for i in some), *padding]))
-            for i, number in enumerate(some):
-                leaves[number] = stacked[i]
-    return jax.tree.unflatten(structure, leaves)
+def _matrix_axes(stacks: Sequence[tuple[int, ...] | MatrixAxes], leaves: Sequence[jax.Array]):
+    """The `MatrixAxes` of each array, from the argument of `scale_by_muon`."""
+    return [
+        each if isinstance(each, MatrixAxes) else MatrixAxes.of_blocks(each, x.ndim)
+        for each, x in zip(stacks or [()] * len(leaves), leaves)
+    ]
 
 
-# Compiled, because the constraints of `_resharding` need jax.jit.
-@functools.partial(jax.jit, static_argnames="dtype")
-def orthogonalize(
-    x: jax.Array, coefficients: jax.Array, dtype: jax.typing.DTypeLike = jnp.float32
-) -> jax.Array:
-    """Moves the singular values of each matrix near 1, by five Newton-Schulz iterations.
-
-    With optax's coefficients, singular values of at least 0.2 % of the Frobenius norm end between 0.68 and
-    1.2.
-
-    Args:
-      x: [..., m, n].
-      coefficients: of the terms of degree 1, 3 and 5, [3] float32.
-      dtype: of the operands of the products.
-
-    Returns:
-      float32, with the shape of x.
-    """
-    if not x.size:
-        return x.astype(jnp.float32)
-    if x.ndim == 2:
-        return orthogonalize(x[None], coefficients, dtype)[0]
-    given, shape = jax.typeof(x).sharding, x.shape
-    # On an explicit mesh, JAX refuses products along a sharded axis, also of one device.
-    spec = _without_single_devices(given)
-    x = x if spec == given.spec else jax.reshard(x, spec)
-    product = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
-    linear, cubic, quintic = coefficients.astype(jnp.float32)
-    has_fewer_rows = shape[-2] <= shape[-1]
-    largest = jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True)
-    x = x / jnp.where(largest > 0, largest, 1)  # so that no square overflows or underflows
-    x = x / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + 1e-8)
-    replicate, shard, restore = _resharding(x)
-    x = shard(replicate(x.astype(dtype)).reshape(-1, *shape[-2:]))
-    for _ in range(ITERATIONS):
-        transposed = x.mT
-        gram = product(x, transposed) if has_fewer_rows else product(transposed, x)
-        operand = gram.astype(dtype)
-        factor = (cubic * gram + quintic * product(operand, operand)).astype(dtype)
-        added = product(factor, x) if has_fewer_rows else product(x, factor)
-        x = (linear * x.astype(jnp.float32) + added).astype(dtype)
-    x = restore(replicate(x).reshape(shape)).astype(jnp.float32)
-    return x if spec == given.spec else jax.reshard(x, given)
-
-
-def _without_single_devices(sharding: NamedSharding) -> P:
-    """The spec without axes of the mesh that have one device."""
-    sizes = sharding.mesh.shape
-    named = [axes if isinstance(axes, tuple) else (axes,) for axes in sharding.spec]
-    kept = [tuple(axis for axis in axes if axis and sizes[axis] > 1) for axes in named]
-    return P(*((axes if len(axes) > 1 else axes[0]) if axes else None for axes in kept))
-
-
-class _Sharing(NamedTuple):
-    """How devices share the matrices of a stack.
+class ScaleNeuronsState(NamedTuple):
+    """State of `scale_neurons`.
 
     Attributes:
-      axes: the axes of the mesh along which the layers of a stack are sharded.
-      devices: number of devices along these axes.
-      is_explicit: whether the axes are explicit.
+      nu: for each matrix [m, n] the moving average of the mean square of each column, like the parameters
+        with size 1 along the axes of m, float32.
     """
 
-    axes: tuple[str, ...]
-    devices: int
-    is_explicit: bool
+    nu: optax.Updates
 
 
-def _sharing(x: jax.Array) -> _Sharing:
-    mesh = jax.typeof(x).sharding.mesh
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    kinds = {axis: kind for axis, kind in kinds.items() if mesh.shape[axis] > 1}
-    is_explicit = AxisType.Explicit in kinds.values()
-    wanted = AxisType.Explicit if is_explicit else AxisType.Auto
-    axes = tuple(axis for axis, kind in kinds.items() if kind == wanted)
-    # Constraints on automatic axes need jax.jit. They have no meaning inside jax.shard_map, where arrays are
-    # local.
-    is_local = AxisType.Manual in mesh.axis_types or not isinstance(x, jax.core.Tracer)
-    if is_local and not is_explicit:
-        axes = ()
-    return _Sharing(axes, math.prod(mesh.shape[axis] for axis in axes), is_explicit)
+def scale_neurons(
+    b2: jax.typing.ArrayLike, stacks: Sequence[tuple[int, ...] | MatrixAxes] = ()
+) -> optax.GradientTransformation:
+    """NorMuon's division of orthogonalized updates by the size of each output neuron's updates.
 
+    With O [m, n], the update of a matrix::
 
-def _resharding(x: jax.Array) -> tuple[Reshard, Reshard, Reshard]:
-    """Functions that replicate an array like `x`, shard its layers over devices, and shard it like `x`.
+      v = b2 v + (1 - b2) mean over m of O^2
+      N = O / sqrt(v)
+      O = 0.2 sqrt(m n) N / |N|
 
-    An array is replicated before its layers are sharded, because XLA moves from one sharded axis to another
-    by several gathers in float32.
+    Args:
+      b2: in [0, 1).
+      stacks: see `scale_by_muon`.
     """
-    same: Reshard = lambda x: x
-    sharing, before = _sharing(x), jax.typeof(x).sharding
-    layers = math.prod(x.shape[:-2])
-    replicated, by_layers = (
-        NamedSharding(before.mesh, spec) for spec in (P(), P(sharing.axes or None))
-    )
-    # Without the barrier, XLA gathers the array before it is converted to another dtype.
-    barrier = jax.lax.optimization_barrier
-    if sharing.is_explicit:
-        divides = layers % sharing.devices == 0
-        return (
-            lambda x: jax.reshard(barrier(x), replicated),
-            (lambda x: jax.reshard(x, by_layers)) if divides else same,
-            lambda x: jax.reshard(x, before),
-        )
-    if sharing.devices == 1 or layers == 1:
-        return same, same, same
-    constrain = jax.lax.with_sharding_constraint
-    return lambda x: constrain(barrier(x), replicated), lambda x: constrain(x, by_layers), same
+
+    def init(params):
+        leaves, structure = jax.tree.flatten(params)
+        nu = [
+            jnp.zeros([1 if i in axes.rows else n for i, n in enumerate(x.shape)], jnp.float32)
+            for x, axes in zip(leaves, _matrix_axes(stacks, leaves))
+        ]
+        return ScaleNeuronsState(jax.tree.unflatten(structure, nu))
+
+    def update(updates, state, params=None):
+        del params
+        leaves, structure = jax.tree.flatten(updates)
+        beta, tiny = jnp.asarray(b2, jnp.float32), jnp.finfo(jnp.float32).tiny
+        scaled, nu = [], []
+        for x, v, axes in zip(leaves, jax.tree.leaves(state.nu), _matrix_axes(stacks, leaves)):
+            squares = jnp.square(x)
+            v = beta * v + (1 - beta) * jnp.mean(squares, axes.rows, keepdims=True)
+            x = x * jax.lax.rsqrt(jnp.maximum(v, tiny))
+            matrix = (*axes.rows, *axes.columns)
+            rms = jnp.sqrt(jnp.mean(jnp.square(x), matrix, keepdims=True))
+            scaled.append(SCALE * x / jnp.maximum(rms, tiny))
+            nu.append(v)
+        new = ScaleNeuronsState(jax.tree.unflatten(structure, nu))
+        return jax.tree.unflatten(structure, scaled), new
+
+    return optax.GradientTransformation(init, update)

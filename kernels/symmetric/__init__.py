@@ -1,0 +1,1 @@
+"""Products that are symmetric, so that only one triangle is computed."""

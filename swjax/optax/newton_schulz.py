@@ -1,0 +1,328 @@
+"""Moves the singular values of matrices near 1, by Newton-Schulz iterations on their Gram matrices."""
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from swjax.kernels import dispatch
+from swjax.kernels.symmetric.reference import rounded
+
+Reshard = Callable[[jax.Array], jax.Array]
+
+# Terms of degree 1, 3 and 5 of each step; the last triple is that of all further steps.
+_POLAR_EXPRESS = (
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+    (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+    (1.875, -1.25, 0.375),
+)
+# Its authors divide the argument of all polynomials but the last by this number, so that singular values that
+# rounding lifts above 1 do not leave the interval.
+_SAFETY = 1.01
+COEFFICIENTS: dict[str, tuple[tuple[float, float, float], ...]] = {
+    "quintic": ((3.4445, -4.7750, 2.0315),),
+    "polar_express": (
+        *((a / _SAFETY, b / _SAFETY**3, c / _SAFETY**5) for a, b, c in _POLAR_EXPRESS[:-1]),
+        _POLAR_EXPRESS[-1],
+    ),
+}
+STEPS = 5
+
+# Powers of two by which Gram matrices and iterates are stored, so that float16 holds their small elements with
+# all digits: singular values are at most about 1, and elements of large matrices far below.
+_GRAM_SCALE = 2.0**10
+_ITERATE_SCALE = 2.0**6
+
+# Steps on one Gram matrix, in turn; the last number repeats. A Gram matrix squares the condition, and its
+# error grows with each step on it: see "Gram matrices of Muon" in benchmarks/notes/accuracy.md.
+_SEGMENTS = {"float16": (2, 3)}
+_OTHER_SEGMENTS = (2,)
+
+# A matrix is iterated on its Gram matrix if its long side is at least this multiple of the short one. Below,
+# one step on each Gram matrix takes no more products, and rounds less.
+_LONG = 1.5
+
+
+def coefficients_of(name: str, steps: int) -> jax.Array:
+    """The coefficients of each step, [3] if all steps have the same, otherwise [steps, 3] float32.
+
+    >>> coefficients_of("polar_express", 2)[1].round(3).tolist()
+    [4.065999984741211, -2.861000061035156, 0.5180000066757202]
+    """
+    table = COEFFICIENTS[name]
+    if len(table) == 1:
+        return jnp.asarray(table[0], jnp.float32)
+    return jnp.asarray([table[min(i, len(table) - 1)] for i in range(steps)], jnp.float32)
+
+
+def orthogonalize_all(
+    tree: Any,
+    coefficients: jax.Array,
+    dtype: jax.typing.DTypeLike = jnp.float32,
+    *,
+    steps: int = STEPS,
+    implementation: str | None = None,
+) -> Any:
+    """`orthogonalize` for each array of a tree.
+
+    Single matrices of one shape and sharding are stacked, so that few products run, several matrices at a
+    time, so that stacks need little memory. If several devices share the work, each computes one of them.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    leaves = [_with_unit_elements(x, dtype) for x in leaves]
+    run = functools.partial(
+        _orthogonalize, coefficients=coefficients, steps=steps, implementation=implementation
+    )
+    alike: dict[Any, list[int]] = {}  # by type, the numbers of matrices
+    for number, x in enumerate(leaves):
+        alike.setdefault(jax.typeof(x) if x.ndim == 2 else number, []).append(number)
+    for numbers in alike.values():
+        first, sharing = leaves[numbers[0]], _sharing(leaves[numbers[0]])
+        size = _stacked_at_a_time(len(numbers), first, sharing)
+        for start in range(0, len(numbers), size):
+            some = numbers[start : start + size]
+            # Devices share whole stacks only.
+            missing = size - len(some) if sharing.devices > 1 else 0
+            if len(some) + missing == 1:
+                leaves[some[0]] = run(leaves[some[0]])
+                continue
+            padding = [jnp.zeros_like(first)] * missing
+            stacked = run(jnp.stack([*(leaves[i] for i in some), *padding]))
+            for i, number in enumerate(some):
+                leaves[number] = stacked[i]
+    return jax.tree.unflatten(structure, leaves)
+
+
+# Elements of the single matrices that are stacked on one device: 64 of 1280 x 1280.
+_STACKED_ELEMENTS = 2**27
+
+
+def _stacked_at_a_time(number: int, x: jax.Array, sharing: "_Sharing") -> int:
+    """How many of a number of arrays like x are orthogonalized together."""
+    if number == 1 or x.ndim != 2:
+        return 1
+    if sharing.devices == 1:
+        return min(number, max(1, _STACKED_ELEMENTS // max(x.size, 1)))
+    # Explicit axes must divide the stack. Padding few matrices would need much memory.
+    whole = number > sharing.devices or (sharing.is_explicit and number > sharing.devices // 2)
+    return sharing.devices if whole else number
+
+
+def orthogonalize(
+    x: jax.Array,
+    coefficients: jax.Array,
+    dtype: jax.typing.DTypeLike = jnp.float32,
+    *,
+    steps: int = STEPS,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Moves the singular values of each matrix near 1, by Newton-Schulz iterations.
+
+    With five steps, singular values of at least 0.2 % of the Frobenius norm end between 0.68 and 1.21 with
+    "quintic", and between 0.86 and 1.13 with "polar_express".
+
+    Args:
+      x: [..., m, n].
+      coefficients: of the terms of degree 1, 3 and 5, float32: [3], or [steps, 3]. See `coefficients_of`.
+      dtype: of the operands of the products.
+      steps: number of iterations.
+      implementation: of `symmetric_product`; None chooses.
+
+    Returns:
+      float32, with the shape of x.
+    """
+    x = _with_unit_elements(x, dtype)
+    return _orthogonalize(x, coefficients, steps=steps, implementation=implementation)
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def _with_unit_elements(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Divides each matrix by its largest element, so that no square overflows or underflows."""
+    if not x.size:
+        return x.astype(dtype)
+    largest = jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True)
+    return rounded(x / jnp.where(largest > 0, largest, 1), dtype)
+
+
+# Compiled, because the constraints of `_resharding` need jax.jit.
+@functools.partial(jax.jit, static_argnames=("steps", "implementation"))
+def _orthogonalize(
+    x: jax.Array, coefficients: jax.Array, *, steps: int, implementation: str | None
+) -> jax.Array:
+    """`orthogonalize` for a matrix or stack from `_with_unit_elements`."""
+    if not x.size:
+        return x.astype(jnp.float32)
+    if x.ndim == 2:
+        stack = _orthogonalize(x[None], coefficients, steps=steps, implementation=implementation)
+        return stack[0]
+    given, shape = jax.typeof(x).sharding, x.shape
+    # On an explicit mesh, JAX refuses products along a sharded axis, also of one device.
+    spec = _without_single_devices(given)
+    x = x if spec == given.spec else jax.reshard(x, spec)
+    replicate, on_shares, restore = _resharding(x)
+    table = jnp.broadcast_to(coefficients.astype(jnp.float32), (steps, 3))
+    run = functools.partial(iterate, implementation=implementation)
+    x = on_shares(run, replicate(x).reshape(-1, *shape[-2:]), table)
+    x = restore(replicate(x).reshape(shape)).astype(jnp.float32) / _ITERATE_SCALE
+    return x if spec == given.spec else jax.reshard(x, given)
+
+
+def iterate(x: jax.Array, table: jax.Array, implementation: str | None = None) -> jax.Array:
+    """Newton-Schulz iterations X <- (a + b G + c G²) X with the Gram matrix G of the short side of X.
+
+    With P = a + b G + c G², the Gram matrix of P X is P G P. So several steps need no product with X but one
+    with Q, the product of their polynomials. P, Q and G are symmetric, and commute. One rounded P enters both
+    Q and G, so that G stays the Gram matrix of Q X: the rounding of P exceeds small eigenvalues of G.
+
+    Args:
+      x: [batch, m, n], with elements of at most 1.
+      table: [steps, 3] float32.
+      implementation: see `orthogonalize`.
+
+    Returns:
+      The iterate times `_ITERATE_SCALE`, in the dtype of x.
+    """
+    symmetric = functools.partial(
+        dispatch.run, "symmetric_product", implementation=_implementation(implementation)
+    )
+    has_fewer_rows = x.shape[-2] <= x.shape[-1]
+    contract, times_x = (-1, "bik,bkj->bij") if has_fewer_rows else (-2, "bkj,bik->bij")
+    norm = jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), (1, 2))) + 1e-8
+    ones, zeros = jnp.ones_like(norm), jnp.zeros_like(norm)
+    scale = norm  # x is the iterate times this
+    for segment in _segments(x, len(table)):
+        gram = symmetric(
+            x, x, None, jnp.stack([_GRAM_SCALE / scale**2, zeros, zeros], 1), contract=contract
+        )
+        rescale, scale = _ITERATE_SCALE / scale, _ITERATE_SCALE * ones
+        q = None
+        for i in segment:
+            linear, cubic, quintic = table[i]
+            is_last = i == segment[-1]
+            factors = jnp.stack(
+                [quintic / _GRAM_SCALE**2 * ones, cubic / _GRAM_SCALE * ones, linear * ones], 1
+            )
+            if is_last and q is None:
+                factors *= rescale[:, None]
+            p = symmetric(gram, gram, gram, factors)
+            if q is None:
+                q = p
+            elif is_last:
+                q = symmetric(q, p, None, jnp.stack([rescale, zeros, zeros], 1))
+            else:
+                q = symmetric(q, p)
+            if not is_last:
+                # Not symmetric: its rounding errors, made symmetric, would exceed small eigenvalues.
+                p_gram = jnp.einsum("bij,bjk->bik", p, gram, preferred_element_type=x.dtype)
+                gram = symmetric(p, rounded(p_gram, x.dtype))
+        x = rounded(jnp.einsum(times_x, q, x, preferred_element_type=x.dtype), x.dtype)
+    return x
+
+
+def _segments(x: jax.Array, steps: int) -> Iterator[range]:
+    """The steps that each Gram matrix serves."""
+    short, long = sorted(x.shape[-2:])
+    lengths = _SEGMENTS.get(x.dtype.name, _OTHER_SEGMENTS) if long >= _LONG * short else (1,)
+    start = 0
+    while start < steps:
+        stop = min(start + lengths[0], steps)
+        yield range(start, stop)
+        start, lengths = stop, lengths[1:] or lengths
+
+
+def _implementation(implementation: str | None) -> str | None:
+    """XLA where it partitions the products, as it cannot partition kernels."""
+    mesh = jax.sharding.get_abstract_mesh()
+    is_local = not mesh.empty and set(mesh.manual_axes) == set(mesh.axis_names)
+    if implementation is None and jax.device_count() > 1 and not is_local:
+        return "xla"
+    return implementation
+
+
+def _without_single_devices(sharding: NamedSharding) -> P:
+    """The spec without axes of the mesh that have one device."""
+    sizes = sharding.mesh.shape
+    named = [axes if isinstance(axes, tuple) else (axes,) for axes in sharding.spec]
+    kept = [tuple(axis for axis in axes if axis and sizes[axis] > 1) for axes in named]
+    return P(*((axes if len(axes) > 1 else axes[0]) if axes else None for axes in kept))
+
+
+class _Sharing(NamedTuple):
+    """How devices share the matrices of a stack.
+
+    Attributes:
+      axes: the axes of the mesh along which the layers of a stack are sharded.
+      devices: number of devices along these axes.
+      is_explicit: whether the axes are explicit.
+    """
+
+    axes: tuple[str, ...]
+    devices: int
+    is_explicit: bool
+
+
+def _sharing(x: jax.Array) -> _Sharing:
+    mesh = jax.typeof(x).sharding.mesh
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    kinds = {axis: kind for axis, kind in kinds.items() if mesh.shape[axis] > 1}
+    is_explicit = AxisType.Explicit in kinds.values()
+    wanted = AxisType.Explicit if is_explicit else AxisType.Auto
+    axes = tuple(axis for axis, kind in kinds.items() if kind == wanted)
+    # Constraints on automatic axes need jax.jit. They have no meaning inside jax.shard_map, where arrays are
+    # local.
+    is_local = AxisType.Manual in mesh.axis_types or not isinstance(x, jax.core.Tracer)
+    if is_local and not is_explicit:
+        axes = ()
+    return _Sharing(axes, math.prod(mesh.shape[axis] for axis in axes), is_explicit)
+
+
+def _resharding(x: jax.Array) -> tuple[Reshard, Callable[..., jax.Array], Reshard]:
+    """Functions for a stack like `x`: one replicates it, one runs a function of each device's share of
+    its layers and further arrays, and one shards it like `x`.
+
+    An array is replicated before its layers are shared, because XLA moves from one sharded axis to another
+    by several gathers in float32.
+    """
+    same: Reshard = lambda x: x
+    alone = lambda run, *arrays: run(*arrays)
+    sharing, before = _sharing(x), jax.typeof(x).sharding
+    layers = math.prod(x.shape[:-2])
+    divides = layers % sharing.devices == 0
+    replicated = NamedSharding(before.mesh, P())
+    # Without the barrier, XLA gathers the array before it is converted to another dtype.
+    barrier = jax.lax.optimization_barrier
+
+    def on_shares(run, x, *arrays):
+        spec = P(sharing.axes)
+        local = jax.shard_map(
+            run,
+            mesh=before.mesh,
+            in_specs=(spec, *[P()] * len(arrays)),
+            out_specs=spec,
+            check_vma=False,
+        )
+        if divides:
+            return local(jax.reshard(x, spec) if sharing.is_explicit else x, *arrays)
+        missing = -layers % sharing.devices
+        return local(jnp.pad(x, ((0, missing), (0, 0), (0, 0))), *arrays)[:layers]
+
+    if sharing.is_explicit:
+        return (
+            lambda x: jax.reshard(barrier(x), replicated),
+            on_shares if divides else alone,
+            lambda x: jax.reshard(x, before),
+        )
+    if sharing.devices == 1 or layers == 1:
+        return same, alone, same
+    constrain = jax.lax.with_sharding_constraint
+    return lambda x: constrain(barrier(x), replicated), on_shares, same
