@@ -62,23 +62,9 @@ from swjax.training.log.timing import peak_flops
 
 REPEATS = 3
 PROFILED = 3  # steps
-COLUMNS = {
-    "kind": -6,
-    "model": -12,
-    "arm": -25,
-    "devices": 7,
-    "batch": 5,
-    "ms": 8,
-    "ms_of_kernels": 13,
-}
-COLUMNS |= {
-    "tokens_per_second": 17,
-    "tflops": 7,
-    "temporaries_gib": 15,
-    "ratio": 6,
-    "efficiency": 10,
-}
-COLUMNS |= {"error": -1}
+COLUMNS = {"kind": -6, "model": -12, "arm": -25, "devices": 7, "batch": 5, "ms": 8}
+COLUMNS |= {"ms_of_kernels": 13, "tokens_per_second": 17, "tflops": 7, "temporaries_gib": 15}
+COLUMNS |= {"ratio": 6, "efficiency": 10, "error": -1}
 
 
 class Case(NamedTuple):
@@ -169,10 +155,8 @@ def measure(rows: list[dict], case: Case, program: Program) -> dict:
     for base in rows:
         if not base.get("ms") or any(base[k] != row[k] for k in same):
             continue
-        if base["arm"] == "flax" and (base["devices"], base["batch"]) == (
-            case.devices,
-            shape.batch,
-        ):
+        alike = (base["devices"], base["batch"]) == (case.devices, shape.batch)
+        if base["arm"] == "flax" and alike:
             row["ratio"] = base["ms"] / row["ms"]
             memory = [name for name in ("temporaries_gib", "saved_gib") if name in row]
             row |= {f"ratio_of_{name}": row[name] / base[name] for name in memory}
