@@ -73,8 +73,9 @@ def weights(place: Path, rng: random.Random):
     cfg = clip.config("tiny", vision=tiny | {"patch_size": 8, "image_size": 16},
                       text=tiny | {"vocab_size": 50, "context_length": 4}, embed_dim=8)  # fmt: skip
     siglip = clip.config(
-        cfg, architecture="siglip", gelu="tanh", embed_dim=16, init_logit_bias=-1.0
-    )
+        cfg, architecture="siglip", gelu="tanh", embed_dim=16, init_logit_bias=-1.0,
+        vision={"resize_mode": "squash"},
+    )  # fmt: skip
     for layout in ("open_clip", "huggingface"):
         interop.save(place / layout, clip.CLIP(cfg, rngs=nnx.Rngs(0)), layout)
     for layout in ("siglip", "big_vision"):

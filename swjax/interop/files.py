@@ -70,6 +70,23 @@ def load(path: str | Path, cfg: clip.CLIPConfig | None = None, **options: Any) -
     return nnx.merge(graph, state)
 
 
+def configuration(path: str | Path) -> clip.CLIPConfig:
+    """Reads the configuration of a model from the file next to its weights, and no array of safetensors.
+
+    Args:
+      path: see `load`.
+
+    Raises:
+      FileNotFoundError, ModuleNotFoundError, ValueError: see `load`.
+      NoConfig: the weights have no such file.
+    """
+    if Path(path).suffix == ".npz":
+        return configs.SIGLIP.applied_to(big_vision.read(Path(path))[0])
+    file = weight_files.find(Path(path))
+    with weight_files.open_weights(file) as opened:
+        return _read_config(file, _layout_of(file, opened.keys()))[0]
+
+
 def read(
     path: str | Path, cfg: clip.CLIPConfig | None = None
 ) -> tuple[clip.CLIPConfig, dict[str, np.ndarray]]:

@@ -58,6 +58,12 @@ class Layer:
         return fwd.rhs == dgrad.rhs and fwd.rhs.scope == "tensor" and fwd.rhs.rotation == 1
 
     @property
+    def rotated_weight(self) -> int:
+        """The rotation along k of a weight that is quantized already; 1 for no rotation."""
+        fwd = self.recipe.fwd
+        return 1 if self.w_dtype or fwd is None else fwd.rhs.rotation
+
+    @property
     def reads_last_axis(self) -> bool:
         """Whether quantized operands are transposed, so that products sum over their last axis.
 
@@ -121,19 +127,12 @@ def read(
     known = [Operand(quantized=operand.quantized), Operand(transposed=operand.transposed)]
     known = [] if quantizer.in_blocks else known
     for only in reversed(known) if axis == 0 else known:
-        if axis == -1 and only.transposed is not None and quantizer.rotation > 1:
-            continue  # it is rotated along the other axis
         q, along = stored(only, axis)
         if q is None or q.values.dtype != quantizer.dtype or q.scale.shape[along] != 1:
             continue
         if axis == -1 or q.values.ndim == 2:
             return only
     array = as_array(operand, "float32") if operand.array is None else operand.array
-    if quantizer.rotation > 1 and operand.array is None:
-        raise ValueError(
-            "the input gradient of a recipe that rotates features needs w itself, got a quantized w: pass w, "
-            "or a recipe without rotation"
-        )
     if quantizer.in_blocks:
         return Operand(quantized=quantize_in_blocks(quantizer, array, spec, axis, layer))
     transpose = axis == 0 and layer.reads_last_axis

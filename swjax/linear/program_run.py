@@ -68,7 +68,7 @@ class Plan(NamedTuple):
         return any(step.execute not in (as_it_is, move) for step in self.steps)
 
     def grouped(self, known: "dict[tuple, Callable]") -> "Plan":
-        """Returns the plan with equations that run as they are in groups; JAX traces those of equal layers once.
+        """The plan with equations that run as they are in groups; JAX traces those of equal layers once.
 
         Args:
           known: {what determines a group: its function}; groups are added.
