@@ -3,6 +3,7 @@
     python -m benchmarks.language_models --out=benchmarks/results/language_models.json
     python -m benchmarks.language_models --kinds blocks --models llama-3-8b --arms flax switchback_hadamard
     python -m benchmarks.language_models --kinds step --models llama-3.2-1b --batch 16 --remat
+    python -m benchmarks.language_models --kinds step --models llama-3.2-1b --mesh fsdp=1 fsdp=2  # two GPUs
     python -m benchmarks.language_models --models tiny --out=tiny.json      # on any machine
 
 "blocks": the gradients of all parameters and of the input. "step": embedding, blocks, head, cross-entropy in
@@ -10,18 +11,22 @@ chunks, and AdamW by optax, with donated buffers. The embedding and the head are
 "flax" is plain Flax NNX in bf16; a recipe alone is the same model converted by
 `swjax.nnx.quantize_model(blocks, {".*": recipe})`; "+fused" are the operations of swjax called by hand; the
 others are Flax's fp8 products and Qwix. Parameters are in float32. PyTorch has its own program,
-language_models_torch.py, with the same shapes.
+language_models_torch.py, with the same shapes. With --mesh, devices share a whole step by FSDP: see
+language_models_fsdp.py; the batch is that of each device, and `efficiency` is the time of one device in the
+same run over the time of several.
 
-Data are random and on the device. Times are wall-clock times over consecutive calls, the median of REPEATS;
-kernel times come from CUPTI; memory is XLA's plan, and "saved_gib" that of the arrays that blocks save for
-the backward pass. Each row is written as soon as it is measured, and none starts after --seconds. `ratio` is
-the speed-up over "flax" in the same run.
+Data are random and on the device. Times are wall-clock times over consecutive calls, the median of REPEATS.
+Kernel times come from CUPTI, those of several devices from the profiler, a step. Memory is XLA's plan for a
+device, and "saved_gib" that of the arrays that blocks save for the backward pass. Each row is written as soon
+as it is measured, and none starts after --seconds. `ratio` is the speed-up over "flax" in the same run.
 """
 
+import contextlib
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from typing import NamedTuple
 
@@ -31,6 +36,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from benchmarks import language_models_fsdp as fsdp
 from benchmarks.kernels import timing
 from benchmarks.language_models_flax import (
     ARMS,
@@ -42,69 +48,92 @@ from benchmarks.language_models_shapes import (
     B2,
     LEARNING_RATE,
     MEASURED,
-    SHAPES,
     WEIGHT_DECAY,
     Shape,
+    check_memory,
     parse,
+    selected,
 )
+from benchmarks.scaling_case import exchanged
+from benchmarks.scaling_profile import profile
 from swjax.diagnostics import device_time
 from swjax.models import sharding
 from swjax.training.log.timing import peak_flops
 
 REPEATS = 3
-COLUMNS = {"kind": -6, "model": -12, "arm": -25, "batch": 5, "ms": 8, "ms_of_kernels": 13}
-COLUMNS |= {"tokens_per_second": 17, "tflops": 7, "temporaries_gib": 15, "ratio": 6, "error": -1}
+PROFILED = 3  # steps
+COLUMNS = {"kind": -6, "model": -12, "arm": -25, "devices": 7, "batch": 5, "ms": 8}
+COLUMNS |= {"ms_of_kernels": 13, "tokens_per_second": 17, "tflops": 7, "temporaries_gib": 15}
+COLUMNS |= {"ratio": 6, "efficiency": 10, "error": -1}
 
 
 class Case(NamedTuple):
+    """One program; `devices` share the batch of `shape`, and sum gradients in `reduce_dtype`."""
+
     kind: str
     model: str
     arm: str
+    devices: int
     shape: Shape
     remat: bool
+    reduce_dtype: str
 
     @property
     def row(self) -> dict:
         shape = self.shape
-        return {
+        row = {
             "kind": self.kind,
             "model": self.model,
             "arm": self.arm,
+            "devices": self.devices,
+            "layers": shape.layers,
             "remat": self.remat,
             "batch": shape.batch,
             "length": shape.length,
             "flops": shape.flops,
         }
+        return row | ({"reduce_dtype": self.reduce_dtype} if self.devices > 1 else {})
+
+
+class Program(NamedTuple):
+    """A compiled program; `start` makes its arrays and returns a function that runs it once."""
+
+    compiled: jax.stages.Compiled
+    start: Callable[[], Callable]
+    seconds: float
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv, ARMS)
     records = timing.Records(args.out, args.seconds)
-    for case in cases(args):
-        if records.seconds_left < 0:
-            break
-        try:
-            records.add(**measure(records.rows, case))
-        except Exception as error:  # a case that fails must not end the run
-            records.add(**case.row, error=f"{type(error).__name__}: {str(error)[:300]}")
+    cases = [Case(*chosen, args.remat, args.reduce_dtype) for chosen in selected(args)]
+    with ThreadPoolExecutor(args.at_once) as pool:
+        programs = [pool.submit(prepare, case) for case in cases] if args.at_once > 1 else []
+        wait(programs)
+        for number, case in enumerate(cases):
+            if records.seconds_left < 0:
+                break
+            try:
+                program = programs[number].result() if programs else prepare(case)
+                records.add(**measure(records.rows, case, program))
+            except Exception as error:  # a case that fails must not end the run
+                records.add(**case.row, error=f"{type(error).__name__}: {str(error)[:300]}")
     print("\n" + timing.table(records.rows, COLUMNS))
     return 0
 
 
-def cases(args):
-    for kind in args.kinds:
-        for model in args.models:
-            if shape := SHAPES[kind].get(model):
-                shape = shape._replace(batch=args.batch or shape.batch)
-                for arm in args.arms:
-                    yield Case(kind, model, arm, shape, args.remat)
-
-
-def measure(rows: list[dict], case: Case) -> dict:
-    """Returns a row: speed, memory, and the time of each kind of kernel."""
+def prepare(case: Case) -> Program:
+    """Compiles the program of a case."""
+    if available := (jax.devices()[0].memory_stats() or {}).get("bytes_limit"):
+        check_memory(case.shape, case.devices, available)
     began = time.perf_counter()
-    compiled, run = {"blocks": blocks, "step": step}[case.kind](case)
-    compile_seconds = time.perf_counter() - began
+    compiled, start = {"blocks": blocks, "step": step}[case.kind](case)
+    return Program(compiled, start, time.perf_counter() - began)
+
+
+def measure(rows: list[dict], case: Case, program: Program) -> dict:
+    """Returns a row: speed, memory, and the time of each kind of kernel."""
+    compiled, run = program.compiled, program.start()
     at_least = 0.8 if case.model in MEASURED else 0
     repeats = [timing.seconds_per_call(run, at_least) for _ in range(REPEATS)]
     seconds, shape = statistics.median(repeats), case.shape
@@ -113,22 +142,31 @@ def measure(rows: list[dict], case: Case) -> dict:
         "ms": 1e3 * seconds,
         "ms_of_repeats": [round(1e3 * each, 2) for each in repeats],
         "tokens_per_second": shape.tokens / seconds,
-        "tflops": shape.flops / seconds / 1e12,
+        "tflops": shape.flops / case.devices / seconds / 1e12,
         "memory_gib": (memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 2**30,
         "temporaries_gib": memory.temp_size_in_bytes / 2**30,
-        "compile_seconds": round(compile_seconds),
+        "compile_seconds": round(program.seconds),
     }
     if peak := peak_flops(jax.devices()[0]):
-        row["mfu"] = shape.flops / seconds / peak
+        row["mfu"] = shape.flops / case.devices / seconds / peak
     if case.kind == "blocks":
         row["saved_gib"] = saved_gib(case)
-    same = ("kind", "model", "remat", "batch")
+    same = ("kind", "model", "layers", "remat")
     for base in rows:
-        if base["arm"] == "flax" and base.get("ms") and all(base[k] == row[k] for k in same):
+        if not base.get("ms") or any(base[k] != row[k] for k in same):
+            continue
+        alike = (base["devices"], base["batch"]) == (case.devices, shape.batch)
+        if base["arm"] == "flax" and alike:
             row["ratio"] = base["ms"] / row["ms"]
             memory = [name for name in ("temporaries_gib", "saved_gib") if name in row]
             row |= {f"ratio_of_{name}": row[name] / base[name] for name in memory}
-    return row | kernel_times(run)
+        if base["arm"] == case.arm and case.devices > 1 == base["devices"]:
+            if base["batch"] * case.devices == shape.batch:
+                row["efficiency"] = base["ms"] / row["ms"]
+    if case.devices == 1:
+        return row | kernel_times(run)
+    row |= exchanged(compiled)
+    return row | profile(lambda: [jax.block_until_ready(run()) for _ in range(PROFILED)], PROFILED)
 
 
 def saved_gib(case: Case) -> float:
@@ -158,10 +196,10 @@ def kernel_times(run: Callable) -> dict:
     }
 
 
-# --- the programs: each returns the compiled program and a function that runs it once -----------------
+# --- the programs: each is compiled, with the function `start` of a `Program` ----------------------------
 
 
-def blocks(case: Case) -> tuple[jax.stages.Compiled, Callable]:
+def blocks(case: Case) -> tuple[jax.stages.Compiled, Callable[[], Callable]]:
     """Computes the gradients of all parameters of a stack of blocks, and of its input."""
     shape = case.shape
     graph, like = split(lambda: ARMS[case.arm](shape, case.remat))
@@ -170,34 +208,55 @@ def blocks(case: Case) -> tuple[jax.stages.Compiled, Callable]:
         y = nnx.merge(graph, params)(x, None)
         return jnp.sum((y * g).astype(jnp.float32))
 
-    arrays = [timing.random(shape.batch, shape.length, shape.width, dtype=DTYPE) for _ in range(2)]
-    compiled = compile_(jax.grad(loss, argnums=(0, 1)), like, *arrays)
-    return compiled, partial(compiled, filled(like), *arrays)
+    size = (shape.batch, shape.length, shape.width)
+    compiled = compile_(
+        jax.grad(loss, argnums=(0, 1)), like, *(jax.ShapeDtypeStruct(size, DTYPE),) * 2
+    )
+
+    def start():
+        arrays = (timing.random(*size, dtype=DTYPE) for _ in range(2))
+        return partial(compiled, filled(like), *arrays)
+
+    return compiled, start
 
 
-def step(case: Case) -> tuple[jax.stages.Compiled, Callable]:
+def step(case: Case) -> tuple[jax.stages.Compiled, Callable[[], Callable]]:
     """Runs a whole training step; each call continues from the state of the one before."""
-    shape = case.shape
-    graph, like = split(lambda: LanguageModel(ARMS[case.arm](shape, case.remat), shape))
+    shape, mesh = case.shape, fsdp.make_mesh(case.devices) if case.devices > 1 else None
     optimizer = optax.adamw(LEARNING_RATE, b2=B2, weight_decay=WEIGHT_DECAY)
+
+    def model():
+        blocks = ARMS[case.arm](shape, case.remat)
+        if mesh is None:
+            return LanguageModel(blocks, shape)
+        return fsdp.ShardedLanguageModel(blocks, shape, case.reduce_dtype)
 
     def train(params, state, tokens):
         loss, gradients = jax.value_and_grad(lambda p: nnx.merge(graph, p)(tokens))(params)
         updates, state = optimizer.update(gradients, state, params)
         return overwritten(optax.apply_updates(params, updates), gradients), state, loss
 
+    graph, params = split(model)
     size = (shape.batch, shape.length + 1)
-    tokens = jax.random.randint(jax.random.key(0), size, 0, shape.vocabulary)
-    states = like, jax.eval_shape(optimizer.init, like)
-    compiled = compile_(train, *states, tokens, donate_argnums=(0, 1))
-    queue = [(filled(like), jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), states[1]))]
+    like = params, jax.eval_shape(optimizer.init, params), jax.ShapeDtypeStruct(size, jnp.int32)
+    with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
+        like = fsdp.placed(like, mesh) if mesh else like
+        compiled = compile_(train, *like, mesh=mesh, donate_argnums=(0, 1))
 
-    def run():
-        *state, loss = compiled(*queue.pop(), tokens)
-        queue.append(state)
-        return loss
+    def start():
+        tokens = jax.random.randint(jax.random.key(0), size, 0, shape.vocabulary)
+        tokens = jax.device_put(tokens, like[2].sharding)
+        zeros = lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
+        queue = [(filled(like[0]), jax.tree.map(zeros, like[1]))]
 
-    return compiled, run
+        def run():
+            *state, loss = compiled(*queue.pop(), tokens)
+            queue.append(state)
+            return loss
+
+        return run
+
+    return compiled, start
 
 
 def split(make: Callable[[], nnx.Module]) -> tuple[nnx.GraphDef, nnx.State]:
@@ -210,8 +269,9 @@ def filled(like: nnx.State) -> nnx.State:
 
     def fill(leaf):
         if leaf.ndim == 1:
-            return jnp.ones(leaf.shape, leaf.dtype)
-        return timing.random(*leaf.shape, dtype=leaf.dtype, scale=0.02)
+            return jnp.ones(leaf.shape, leaf.dtype, device=leaf.sharding)
+        whole = timing.random(*leaf.shape, dtype=leaf.dtype, scale=0.02)
+        return jax.device_put(whole, leaf.sharding)
 
     return jax.tree.map(fill, like)
 
@@ -222,8 +282,8 @@ def overwritten(params: nnx.State, gradients: nnx.State) -> nnx.State:
     return jax.tree.map(lambda p, g: g if is_state(p) else p, params, gradients, is_leaf=is_state)
 
 
-def compile_(function: Callable, *arrays, **options) -> jax.stages.Compiled:
-    options |= {"compiler_options": sharding.compiler_options()}
+def compile_(function: Callable, *arrays, mesh=None, **options) -> jax.stages.Compiled:
+    options |= {"compiler_options": sharding.compiler_options(mesh)}
     return jax.jit(function, **options).lower(*arrays).compile()
 
 

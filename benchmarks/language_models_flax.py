@@ -6,6 +6,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 import swjax
 import swjax.nnx
@@ -50,7 +51,13 @@ class Block(nnx.Module):
         if rotation is not None:
             q, k = rotate(q, *rotation), rotate(k, *rotation)
         implementation = "cudnn" if jax.default_backend() == "gpu" else "xla"
-        y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
+        attention = partial(
+            jax.nn.dot_product_attention, is_causal=True, implementation=implementation
+        )
+        if not (mesh := jax.typeof(q).sharding.mesh).empty:  # each device has whole sequences
+            shards = P(mesh.axis_names)
+            attention = jax.shard_map(attention, in_specs=shards, out_specs=shards, check_vma=False)
+        y = attention(q, k, v)
         return y.reshape(*y.shape[:2], -1)
 
 
@@ -60,16 +67,19 @@ class FusedBlock(Block):
     def __init__(self, shape: Shape, rngs: nnx.Rngs, recipe: str):
         super().__init__(shape, rngs)
         self.recipe = recipe
+        self.layout: swjax.Layout | None = None  # on several devices: how they sum gradients
 
     def __call__(self, x: jax.Array, rotation: Rotation | None) -> jax.Array:
+        options = {"recipe": self.recipe, "layout": self.layout}
         norms = (self.attention_norm, self.mlp_norm)
         norm, norm2 = (swjax.RMSNorm(norm.scale[...], EPSILON) for norm in norms)
         attention = (self.q_proj, self.k_proj, self.v_proj, self.o_proj)
         *qkv, out = (layer.kernel[...] for layer in attention)
-        ys, x = swjax.switchback(x, tuple(qkv), recipe=self.recipe, prologue=norm, residual=True)
-        x = swjax.switchback(self.attend(*ys, rotation), out, addend=x, recipe=self.recipe)
+        ys, x = swjax.switchback(x, tuple(qkv), prologue=norm, residual=True, **options)
+        x = swjax.switchback(self.attend(*ys, rotation), out, addend=x, **options)
         mlp = (layer.kernel[...] for layer in (self.gate_proj, self.up_proj, self.down_proj))
-        return swjax.gated_mlp(x, *mlp, recipe=self.recipe, prologue=norm2, add_input=True)
+        options = {"recipe": self.recipe, "layouts": (self.layout, self.layout)}
+        return swjax.gated_mlp(x, *mlp, prologue=norm2, add_input=True, **options)
 
 
 class Blocks(nnx.Module):

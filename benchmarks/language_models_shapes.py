@@ -4,6 +4,7 @@ PyTorch's process imports this file too, so it uses the standard library only.
 """
 
 import argparse
+import itertools
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -48,6 +49,12 @@ class Shape(NamedTuple):
         return self.width * (attention + 3 * self.hidden)
 
     @property
+    def state_bytes(self) -> int:
+        """Bytes of fp32 parameters, their gradients and AdamW's moments."""
+        vocabulary = self.width * self.vocabulary * (1 if self.tied else 2)
+        return 16 * (self.layers * self.weights + vocabulary)
+
+    @property
     def flops(self) -> int:
         """FLOPs of the matrix products, forward and backward, without recomputation.
 
@@ -67,6 +74,7 @@ SHAPES = {
         "tiny": Shape(64, 128, 4, 2, 16, 1, 2, 64),
     },
     "step": {
+        "llama-3-8b": Shape(4096, 14336, 32, 8, 128, 32, 2, 4096, 128_256, tied=False),
         "llama-3.2-1b": Shape(2048, 8192, 32, 8, 64, 16, 8, 4096, 128_256),
         "qwen3-0.6b": Shape(1024, 3072, 16, 8, 128, 28, 8, 4096, 151_936, qk_norm=True),
         "tiny": Shape(64, 128, 4, 2, 16, 1, 2, 64, 100, tied=False, qk_norm=True),
@@ -77,6 +85,7 @@ MODELS = tuple(dict.fromkeys(model for shapes in SHAPES.values() for model in sh
 MEASURED = MODELS[:-1]  # all but "tiny"
 CHUNK = 512  # positions of each sequence whose logits exist at a time
 EPSILON, ROPE_BASE = 1e-6, 5e5
+MESH = "devices that share a whole step; the batch is that of each. Several: each in turn"
 LEARNING_RATE, B2, WEIGHT_DECAY = 3e-4, 0.95, 0.1  # of AdamW
 
 
@@ -87,7 +96,59 @@ def parse(argv: list[str] | None, arms: Iterable[str]) -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MEASURED)
     parser.add_argument("--arms", nargs="+", choices=arms, default=list(arms))
     parser.add_argument("--batch", type=int, help="sequences, in place of each shape's")
+    parser.add_argument("--layers", type=int, help="blocks, in place of each shape's")
+    parser.add_argument(
+        "--mesh", nargs="+", type=mesh_size, default=[1], metavar="fsdp=N", help=MESH
+    )
+    parser.add_argument(
+        "--reduce_dtype",
+        choices=["float32", "bfloat16"],
+        default="float32",
+        help="dtype in which devices sum the gradients of matrices",
+    )
     parser.add_argument("--remat", action="store_true", help="recompute each block's forward pass")
+    parser.add_argument(
+        "--at_once",
+        type=int,
+        default=1,
+        help="programs that compile together, before the first is timed",
+    )
     parser.add_argument("--seconds", type=float, default=540, help="no case starts after this")
     parser.add_argument("--out", type=Path, help="JSON file, rewritten after every row")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if max(args.mesh) > 1 and args.kinds != ["step"]:
+        parser.error("several devices run whole steps only: add --kinds step")
+    return args
+
+
+def mesh_size(text: str) -> int:
+    """The number of devices in "fsdp=N"."""
+    axis, _, size = text.partition("=")
+    if axis != "fsdp" or not size.isdecimal() or int(size) < 1:
+        raise argparse.ArgumentTypeError(f"a mesh is fsdp=N with N from 1, got {text!r}")
+    return int(size)
+
+
+def selected(args: argparse.Namespace) -> Iterable[tuple[str, str, str, int, Shape]]:
+    """The chosen (kind, model, arm, devices, shape); the batch of the shape is that of all devices."""
+    for kind, model, arm, devices in itertools.product(
+        args.kinds, args.models, args.arms, args.mesh
+    ):
+        if shape := SHAPES[kind].get(model):
+            batch = devices * (args.batch or shape.batch)
+            yield (
+                kind,
+                model,
+                arm,
+                devices,
+                shape._replace(batch=batch, layers=args.layers or shape.layers),
+            )
+
+
+def check_memory(shape: Shape, devices: int, available: int) -> None:
+    """Raises a ValueError if parameters, gradients and moments need more than the bytes of a device."""
+    if (needed := shape.state_bytes / devices) > available:
+        raise ValueError(
+            f"parameters, gradients and moments need {needed / 2**30:.0f} GiB a device, it has "
+            f"{available / 2**30:.0f}: use more devices or fewer --layers"
+        )

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from swjax.kernels import reference, saved_programs, tiles
+from swjax.kernels import reference, saved_programs, targets, tiles
 from swjax.kernels.availability import Unavailable
 
 # {folder: {operation: implementations other than "xla", preferred first}}. The function `matmul` in
@@ -44,6 +44,11 @@ OPERATIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "block_weight_gradients": {
         "block_weight_gradient": ("mosaic_gpu", "triton"),
         "block_weight_gradient_group": ("mosaic_gpu",),
+    },
+    "ragged": {
+        "ragged_matmul": ("mosaic_gpu", "triton"),
+        "ragged_weight_gradient": ("mosaic_gpu", "triton"),
+        "ragged_block_weight_gradient": ("mosaic_gpu", "triton"),
     },
     "symmetric": {"symmetric_product": ("triton",)},
     "norms": {
@@ -122,6 +127,11 @@ def record() -> Iterator[list[tuple[str, str]]]:
         yield calls
 
 
+def is_recording() -> bool:
+    """Whether `record` lists operations."""
+    return _calls.value is not None
+
+
 class _Calls(list):
     """A list that is hashed and compared by identity, as the value of a context of JAX."""
 
@@ -156,9 +166,9 @@ def _function(name: str, operation: str, options: dict[str, Any]) -> Callable:
 def choose(operation: str, *arrays: Any, implementation: str | None = None, **options: Any) -> str:
     """The name of the implementation that `run` uses for these arguments.
 
-    On an NVIDIA GPU, None chooses the fastest implementation for the shape in the device's tuned table, or
-    else the first of `IMPLEMENTATIONS` that can run. With several devices outside of a `jax.shard_map` over
-    all mesh axes, None chooses XLA; see `warn_if_gathering`. If an operation lacks the named implementation,
+    For an NVIDIA GPU (see `targets`), None chooses the fastest implementation for the shape in the device's
+    tuned table, or else the first of `IMPLEMENTATIONS` that can run. With several devices outside of a
+    `jax.shard_map` over all mesh axes, None chooses XLA; see `warn_if_gathering`. If an operation lacks the named implementation,
     it runs through XLA: see `check_products`. For an operation of several layers, "xla" in the tuned table
     means that the operation of each layer is faster; see `has_kernel`.
 
@@ -174,7 +184,7 @@ def choose(operation: str, *arrays: Any, implementation: str | None = None, **op
         if reason:
             raise ValueError(f"implementation {implementation!r} of {operation!r} {reason}")
         return implementation
-    if jax.default_backend() != "gpu" or warn_if_gathering():
+    if targets.platform() != "gpu" or warn_if_gathering():
         return "xla"
     preferred = tiles.preferred_implementation(operation, shape_key(operation, *arrays))
     if preferred == "xla":
@@ -253,16 +263,16 @@ def check_products(implementation: str | None, operations: Iterable[str]) -> Non
 
 
 def why_not(name: str, operation: str, *arrays: Any, **options: Any) -> Unavailable | None:
-    """Returns why an implementation cannot compute an operation on this machine, or None if it can.
+    """Returns why an implementation cannot compute an operation on the device that the
+    program is for, or None if it can.
 
     Args:
       name: "triton" or "mosaic_gpu".
       operation: a key of `IMPLEMENTATIONS` with this implementation.
       *arrays, **options: arguments of the operation; shapes and dtypes suffice.
     """
-    if jax.default_backend() != "gpu":
-        platform = jax.default_backend()
-        return Unavailable(f"needs an NVIDIA GPU, and this process runs on {platform}: use 'xla'")
+    if (platform := targets.platform()) != "gpu":
+        return Unavailable(f"needs an NVIDIA GPU, and this program is for a {platform}: use 'xla'")
     leaves = jax.tree.leaves(arrays)
     if any(leaf.size == 0 for leaf in leaves):
         return Unavailable("takes no empty arrays: use 'xla'")
@@ -306,13 +316,13 @@ def warn_if_gathering() -> bool:
 
     Warns once if it would.
     """
-    if jax.device_count() == 1:
+    if targets.device_count() == 1:
         return False
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.empty and set(mesh.manual_axes) == set(mesh.axis_names):
         return False
     _warn_once(
-        f"swjax: with {jax.device_count()} devices, quantized layers run through XLA, slowly; "
+        f"swjax: with {targets.device_count()} devices, quantized layers run through XLA, slowly; "
         "kernels run if a swjax.Layout gives the shardings, inside jax.shard_map, or "
         "with one visible device"
     )
@@ -323,9 +333,9 @@ SAFE_XLA_FLAG = "--xla_gpu_enable_triton_gemm=false"
 
 
 def _multiplies_int8(operation: str, *arrays: Any, **options: Any) -> bool:
-    if operation.startswith("block_weight_gradient"):
+    if "block_weight_gradient" in operation:
         return "int8" in options["dtypes"]
-    return operation.startswith("matmul") and jax.tree.leaves(arrays[0])[0].dtype == jnp.int8
+    return "matmul" in operation and jax.tree.leaves(arrays[0])[0].dtype == jnp.int8
 
 
 def warn_of_split_sums() -> None:
@@ -336,7 +346,7 @@ def warn_of_split_sums() -> None:
     Ampere XLA multiplies with cuBLAS, which is correct. The option may also be in the `compiler_options` of
     `jax.jit`, which cannot be read during tracing.
     """
-    if jax.default_backend() != "gpu" or tiles.compute_capability() < (8, 0):
+    if targets.platform() != "gpu" or tiles.compute_capability() < (8, 0):
         return
     name = SAFE_XLA_FLAG.partition("=")[0]
     values = re.findall(rf"{name}=(\S+)", os.environ.get("XLA_FLAGS", ""))
@@ -365,7 +375,7 @@ def kernel(name: str, operation: str) -> Callable:
 def shape_key(operation: str, *arrays: Any) -> str:
     """The key of a shape in the tuned table, without the number of tokens; for a product it is "{n}x{k}",
     for a symmetric product that of a matrix."""
-    if operation.startswith("matmul"):
+    if "matmul" in operation:
         return "x".join(map(str, jax.tree.leaves(arrays[1])[0].shape))
     if operation == "symmetric_product":
         return "x".join(map(str, arrays[0].shape[1:]))

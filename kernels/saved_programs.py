@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from swjax.kernels import tiles
+from swjax.kernels import targets
 from swjax.kernels.formats import QTensor
 
 PLATFORM = "cuda"
@@ -107,7 +107,7 @@ def _environment() -> tuple[Any, ...]:
     variables = sorted(
         item for item in os.environ.items() if item[0].startswith(COMPILER_VARIABLES)
     )
-    return source.hexdigest(), *map(_version, PACKAGES), *variables, *tiles.device()
+    return source.hexdigest(), *map(_version, PACKAGES), *variables, *targets.current()
 
 
 def _version(package: str) -> str:

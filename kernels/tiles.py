@@ -1,4 +1,4 @@
-"""The GPU, the tables of tile sizes that were measured on it, and the tiles of kernels on rows.
+"""The tables of tile sizes that were measured on GPUs, and the tiles of kernels on rows.
 
 A tuned table is a JSON file in `tuned/`, named after the device; `python -m benchmarks.kernels.tune` writes
 it. A GPU without a table uses the one that `TABLES` names for its compute capability. A rule applies to
@@ -9,9 +9,11 @@ import json
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
+
+from swjax.kernels import targets
 
 
 @dataclass(frozen=True)
@@ -77,37 +79,14 @@ def row_programs(tile: RowTile, sums: int = 1) -> int:
     return multiprocessors() * min(16, 32 // tile.warps) // sums
 
 
-class Device(NamedTuple):
-    """What kernels depend on: the attributes of a jax.Device with the same names.
-
-    Attributes:
-      device_kind: the name of the GPU.
-      compute_capability: such as "9.0"; on AMD GPUs the name of an architecture, such as "gfx942"; "" without
-        a GPU.
-      core_count: multiprocessors.
-    """
-
-    device_kind: str
-    compute_capability: str
-    core_count: int
-
-
-def device() -> Device:
-    """The GPU for which kernels are lowered: JAX's first device."""
-    first = jax.devices()[0]
-    # Without a GPU kernels are compiled for an H200, which has 132 multiprocessors.
-    cores = getattr(first, "core_count", None) or 132
-    return Device(first.device_kind, getattr(first, "compute_capability", ""), cores)
-
-
 def multiprocessors() -> int:
-    """Multiprocessors of the GPU; without a GPU those of an H200."""
-    return device().core_count
+    """Multiprocessors of the GPU that the program is for; without a GPU those of an H200."""
+    return targets.current().core_count
 
 
 def compute_capability() -> tuple[int, int]:
-    """The compute capability of the GPU; without a GPU that of Hopper, and on AMD GPUs (0, 0)."""
-    capability = device().compute_capability or "9.0"
+    """The compute capability of the program's GPU; without a GPU that of Hopper, on AMD GPUs (0, 0)."""
+    capability = targets.current().compute_capability or "9.0"
     if "." not in capability:
         return 0, 0
     major, minor = capability.split(".")
@@ -140,7 +119,7 @@ def rule_of_implementation(operation: str, key: str) -> str | None:
 
 def tuned(*path: object) -> Any:
     """An entry of the device's tuned table, or None."""
-    entry = table(device())
+    entry = table(targets.current())
     for key in path:
         entry = entry.get(str(key), {})
     return entry or None
@@ -151,7 +130,7 @@ def table_path(device_kind: str) -> Path:
     return Path(__file__).parent / "tuned" / f"{device_kind.replace(' ', '_')}.json"
 
 
-def table(gpu: Device | jax.Device) -> dict:
+def table(gpu: targets.Target | jax.Device) -> dict:
     """The tuned table of a device, or that of `TABLES` for its compute capability; empty if there is none.
 
     The result is cached, so it must not be changed.

@@ -10,7 +10,7 @@ from swjax.linear.contraction import dot_general
 from swjax.linear.layouts import Layout
 from swjax.linear.program import quantized
 from swjax.linear.prologues import Gelu, LayerNorm, RMSNorm
-from swjax.linear.ragged import ragged_switchback
+from swjax.linear.ragged import gated_ragged_mlp, ragged_switchback
 from swjax.recipes import KEPT_IN_LLMS, RECIPES, Recipe
 
 __version__ = "0.1.0"
@@ -28,6 +28,7 @@ __all__ = [
     "dequantize",
     "dot_general",
     "gated_mlp",
+    "gated_ragged_mlp",
     "mlp",
     "quantize",
     "quantize_weight",

@@ -4,6 +4,7 @@ train        trains a CLIP model, or plans a run: train.py in a checkout
 classify     ranks names by how well they fit a picture
 search       finds the pictures that match a text best, and shows them on a page
 evaluate     scores a run or other CLIP weights without training
+probe        scores embeddings by logistic regression, on all pictures or a few a class
 report       rewrites the report page of a run
 runs         lists runs: state, scores, throughput, config differences; optionally on a page
 diagnostics  reports what preceded the loss spikes of a run: report, replay
@@ -11,6 +12,7 @@ compare      measures how recipes and dtypes change layers and the loss
 data check   reads a data set as training does: counts, sizes, captions and bad examples
 data verify  verifies the checksums of the prepared icons
 convert      converts WebDataset tars to array_record
+export       writes the model of a run for open_clip, Hugging Face or big_vision, or as programs
 """
 
 import difflib
@@ -28,12 +30,14 @@ COMMANDS = {
     "classify": "swjax.inference.classify",
     "search": "swjax.evaluate.search",
     "evaluate": "swjax.evaluate",
+    "probe": "swjax.evaluate.probe",
     "report": "swjax.report",
     "runs": "swjax.report.runs",
     "diagnostics": "swjax.diagnostics",
     "compare": "swjax.tools.compare_precision",
     "data": "swjax.report.data_check",
     "convert": "swjax.data.convert",
+    "export": "swjax.inference.to_others",
 }
 # Commands of these commands, for suggestions.
 NESTED = ("diagnostics replay", "data check", "data verify")

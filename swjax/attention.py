@@ -6,7 +6,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from swjax.kernels import dispatch, tiles
+from swjax.kernels import dispatch, targets, tiles
 from swjax.linear.layouts import Layout, Spec
 from swjax.linear.sharding import Sharding, is_sharded, sharding_of_heads, vary_alike
 
@@ -25,8 +25,8 @@ def choose(
 ) -> str:
     """Chooses the implementation for tokens x [b, t, w]; those at positions `length` and above are padding.
 
-    None means XLA. For 16-bit tokens on NVIDIA GPUs it means swjax's kernels ("fused") if they can run, else
-    cuDNN.
+    None means XLA. For 16-bit tokens on Hopper GPUs it means swjax's kernels ("fused") if they can run, and
+    on other NVIDIA GPUs, cuDNN.
 
     Raises:
       ValueError: the kernel was requested and cannot run (the message says why), or the implementation does
@@ -56,9 +56,11 @@ def _choose(shape, like, implementation, layout, unsupported: str = ""):
             raise ValueError(f"attention 'fused' {reason}")
     if implementation is not None:
         return implementation
-    if jax.default_backend() != "gpu" or q.dtype == jnp.float32:
+    if targets.platform() != "gpu" or q.dtype == jnp.float32:
         return "xla"
-    able = not unsupported and dispatch.why_not("triton", "attention", q, q, q) is None
+    # On Blackwell the kernels compile, but were not timed: they run there only if the caller names them.
+    able = not unsupported and tiles.compute_capability() == (9, 0)
+    able = able and dispatch.why_not("triton", "attention", q, q, q) is None
     if able and (is_sharded(like, layout) or not dispatch.warn_if_gathering()):
         return "fused"
     return "cudnn" if tiles.compute_capability() >= (8, 0) else "xla"

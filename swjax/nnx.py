@@ -42,7 +42,7 @@ class Linear(nnx.Linear):
 
     Args:
       in_features, out_features: k and n.
-      recipe: a name in `swjax.recipes.RECIPES` or a `swjax.recipes.Recipe`.
+      recipe: a name in `swjax.recipes.RECIPES`, "auto", or a `swjax.recipes.Recipe`.
       implementation: see `swjax.kernels.dispatch`; None chooses.
       layout: shardings of input and kernel, see `swjax.Layout`; None reads the kernel's sharding from Flax's
         metadata (`kernel_metadata={"out_sharding": ("fsdp", "tensor")}`), if it is set.
@@ -84,7 +84,8 @@ class Linear(nnx.Linear):
     def set_recipe(self, recipe: str | Recipe, implementation: str | None = None) -> None:
         """Sets the recipe and the implementation of future calls."""
         dispatch.check(implementation)
-        self.recipe, self.implementation = get(recipe), implementation
+        self.recipe = get(recipe, (self.in_features, self.out_features))
+        self.implementation = implementation
 
     def __call__(
         self,
@@ -422,7 +423,11 @@ def quantize_model(
     switchback: fwd int8 row x int8 tensor, dgrad int8 row x int8 tensor, wgrad not quantized
     """
     linears = {path: module for path, module in _modules(model) if product_name(module)}
-    chosen = first_match(get_all(recipes), linears)
+    get_all(recipes)  # refuses unknown ones
+    chosen = {
+        path: get(recipe, *_matrix_of(linears[path]))
+        for path, recipe in first_match(recipes, linears).items()
+    }
     for path in chosen:
         refuse_dot_general_cls(path, linears[path])
     for path, recipe in chosen.items():
@@ -454,6 +459,14 @@ def _gated_mlp_of(*layers: Any) -> Callable | None:
     if not _can_fuse(gate, up, down):
         return None
     return lambda x, activation: gated_mlp(gate, up, down, x, activation=activation)
+
+
+def _matrix_of(layer: nnx.Module) -> tuple[tuple[int, int], ...]:
+    """(k, n) of a layer whose kernel is a matrix, for the recipe "auto"; () for other kernels."""
+    match getattr(getattr(layer, "kernel", None), "shape", ()):
+        case (k, n):
+            return ((k, n),)
+    return ()
 
 
 def product_name(module: nnx.Module) -> str:

@@ -1,5 +1,6 @@
 """The benchmark and the tuner of kernels on a CPU with tiny shapes: which rows and entries they write."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -8,13 +9,15 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from benchmarks import language_models
 from benchmarks.kernels import bench, layers, timing, tune
-from benchmarks.language_models_shapes import SHAPES
+from benchmarks.language_models_shapes import SHAPES, check_memory
 from swjax.kernels import dispatch, tiles
 from swjax.kernels.products.tiles import mosaic_tile
+from swjax.testing import collectives
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
@@ -131,8 +134,10 @@ def test_every_kernel_that_is_tuned_takes_its_tiles(monkeypatch):
     monkeypatch.setattr(launcher, "call", empty)
     kinds = {}
     for path, work in tune.works().items():
-        kinds.setdefault(path[:-1], work)
-    assert {path[0] for path in kinds} == {"rows", "triton", "mosaic_gpu", "implementation"}
+        kinds.setdefault(path if path[0] == "ragged" else path[:-1], work)
+    assert {path[0] for path in kinds} == {
+        "rows", "triton", "mosaic_gpu", "implementation", "ragged", "ragged_mosaic_gpu"
+    }  # fmt: skip
     for path, work in kinds.items():
         if path[0] != "implementation":
             for tile in (work.rule, work.candidates[0]):
@@ -223,12 +228,68 @@ def test_language_models(tmp_path, monkeypatch, kind):
     monkeypatch.setitem(language_models.ARMS, "standard", None)
     out = tmp_path / "language.json"
     flags = ["--models", "tiny", "--kinds", kind, "--arms", "standard", "flax", f"--out={out}"]
-    with jax.numpy_dtype_promotion("standard"):  # JAX's own attention promotes
+    flags += ["--at_once", "2"]
+    jax.config.update("jax_numpy_dtype_promotion", "standard")  # JAX's own attention promotes
+    try:
         assert language_models.main(flags) == 0
+    finally:
+        jax.config.update("jax_numpy_dtype_promotion", "strict")
     written = json.loads(out.read_text())
     failed, row = written["rows"]
     assert written["commit"] and failed["error"].startswith("TypeError")
     assert row["tokens_per_second"] > 0 and row["memory_gib"] > row["temporaries_gib"] > 0
+
+
+def test_language_models_on_two_devices(monkeypatch):
+    """Two devices compute the losses of one; int8 recipes gather the weights of blocks in int8 only."""
+    shape = SHAPES["step"]["tiny"]
+    case = language_models.Case("step", "tiny", "flax", 1, shape, False, "bfloat16")
+    losses, found = {}, {}
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        for arm, devices in (("flax", 1), ("flax", 2), ("switchback_hadamard+fused", 2)):
+            monkeypatch.setattr(timing, "_keys", itertools.count())  # the same parameters
+            compiled, start = language_models.step(case._replace(arm=arm, devices=devices))
+            run = start()
+            losses[arm, devices] = [float(run()) for _ in range(3)]
+            found[arm, devices] = collectives(compiled)
+    one, two, quantized = losses.values()
+    assert np.allclose(two, one, rtol=1e-4) and np.allclose(quantized, one, rtol=1e-3)
+    assert one[2] < one[1] < one[0]
+    width, hidden, keys = shape.width, shape.hidden, shape.kv_heads * shape.head_width
+    sizes = [(width, width)] * 2 + [(width, keys)] * 2 + [(width, hidden)] * 2 + [(hidden, width)]
+    ends = [(shape.vocabulary, width), (width, shape.vocabulary)]
+    gathered = lambda key, *dtypes: {
+        each.shape
+        for each in found[key]
+        if each.op == "all-gather" and each.dtype in dtypes and len(each.shape) == 2
+    }
+    floats = ("f32", "bf16")  # XLA for CPUs sends bfloat16 as float32
+    assert gathered(("flax", 2), *floats) == {*sizes, *ends}
+    assert gathered(("switchback_hadamard+fused", 2), *floats) == {*ends}
+    assert gathered(("switchback_hadamard+fused", 2), "s8") == {*sizes}
+
+
+@pytest.mark.parametrize(
+    "flags, told",
+    [
+        (("--mesh", "fsdp=2"), "several devices run whole steps only: add --kinds step"),
+        (("--mesh", "data=2"), "a mesh is fsdp=N with N from 1, got 'data=2'"),
+        (("--mesh", "fsdp=0"), "a mesh is fsdp=N with N from 1, got 'fsdp=0'"),
+    ],
+)
+def test_meshes_that_language_models_refuse(flags, told, capsys):
+    with pytest.raises(SystemExit):
+        language_models.main([*flags])
+    assert told in capsys.readouterr().err
+
+
+def test_models_that_do_not_fit_are_refused():
+    """Llama-3-8B: 16 bytes a parameter are 120 GiB on one device, 15 on eight."""
+    shape = SHAPES["step"]["llama-3-8b"]
+    assert shape.state_bytes / 16 == 8_030_261_248 - 65 * 4096  # published, without norms
+    with pytest.raises(ValueError, match="need 120 GiB a device, it has 75: use more devices"):
+        check_memory(shape, 1, 75 * 2**30)
+    check_memory(shape, 8, 75 * 2**30)
 
 
 def test_shapes_of_language_models():

@@ -38,6 +38,9 @@ def test_there_is_one_for_every_model_and_precision():
 def test_builds_its_model_and_can_be_sharded(name):
     config = load(name)
     config_lib.validate(config, batch_shards=8)
+    if name == "finetune":  # the weights are the model
+        config.model.name, config.model.gelu, config.model.architecture = "vit_b32", "exact", "clip"
+        config.data.image_size, config.data.context_length, config.train.loss = 224, 77, "softmax"
     init, _ = setup.make_init(config, setup.model_config(config), optimizer_of(config))
     state = jax.eval_shape(init)
     count = sum(x.size for x in jax.tree.leaves(state["params"]))
@@ -113,6 +116,25 @@ def test_a_config_finds_the_modules_beside_it_from_any_folder(tmp_path):
     command = [sys.executable, "-c", code, *files]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.stdout.split()[-1:] == ["7"], done.stderr
+
+
+def test_configs_by_name_and_copied_away(tmp_path, monkeypatch):
+    before = config_lib.load(str(ROOT / "configs" / "openmoji.py") + ":strict")
+    copy = tmp_path / "mine" / "run.py"
+    copy.parent.mkdir()
+    copy.write_text((ROOT / "configs" / "openmoji.py").read_text())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        sys, "path", [p for p in sys.path if not (Path(p or ".") / "configs").is_dir()]
+    )
+    for name in [name for name in sys.modules if name.partition(".")[0] == "configs"]:
+        monkeypatch.delitem(sys.modules, name)
+    assert config_lib.load(f"{copy}:strict") == before and "configs" not in sys.modules
+    assert config_lib.load("openmoji:strict") == before
+    with pytest.raises(
+        config_lib.ConfigError, match="'openmojis' does not exist: did you mean 'openmoji'"
+    ):
+        config_lib.load("openmojis")
 
 
 def test_replay_names_a_damaged_line_of_the_log(tmp_path):

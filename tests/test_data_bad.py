@@ -64,7 +64,7 @@ def test_each_is_named_with_its_reason(kind, tmp_path, caplog):
     taken, loader = take(open_tars(pattern, tmp_path), 5)
     seen = indices(taken)
     assert 3 not in seen and np.bincount(seen).max() - 1 <= np.delete(np.bincount(seen), 3).min()
-    assert loader.skipped >= 3 and "error" not in taken[0]
+    assert loader.progress.skipped >= 3 and "error" not in taken[0]
     messages = {record.message.partition(" (")[0] for record in caplog.records}
     assert len(messages) == 1
     assert re.match(rf"skipped {tmp_path}/00000.tar:000000003: ({reason})", messages.pop())
@@ -125,7 +125,7 @@ def test_what_odd_rows_hold(tmp_path, caplog):
     (tmp_path / "t.jsonl").write_bytes(b"\n".join(lines))
     source = data.source("table", f"{tmp_path}/t.jsonl", data_dir=str(tmp_path / "data"))
     taken, loader = take(source, 1, batch_size=2, max_bad_share=1.0)
-    assert indices(taken) == [0, 0] and loader.skipped >= 6
+    assert indices(taken) == [0, 0] and loader.progress.skipped >= 6
     assert (
         "caption must be text, not int" in caplog.text and "surrogates not allowed" in caplog.text
     )
@@ -238,7 +238,7 @@ def test_all_go_to_the_log_and_some_to_the_screen(tmp_path, capsys):
     with data.log_to(tmp_path / "skipped.log"):
         _, loader = take(source, 10, max_bad_share=1.0)
     lines = (tmp_path / "skipped.log").read_text().splitlines()
-    assert len(lines) >= loader.skipped >= 30
+    assert len(lines) >= loader.progress.skipped >= 30
     shown = [line for line in capsys.readouterr().err.splitlines() if line.startswith("skipped")]
     assert shown == [*lines[:10], lines[15], *lines[31:32]]
     assert logging.getLogger("swjax.data").handlers == []
@@ -292,6 +292,8 @@ def test_a_run_skips_and_says_so(tmp_path, capsys, shared_cache):
     assert "000000003: the caption is empty" in log
     assert '"data/skipped": ' in (tmp_path / "run" / "metrics.jsonl").read_text()
     config.data.on_bad = "stop"
-    with pytest.raises(config_lib.ConfigError, match="config.data: cannot read .*caption is empty"):
+    with pytest.raises(
+        config_lib.ConfigError, match="config.data: train: cannot read .*caption is empty"
+    ):
         loop.train_and_evaluate(config, tmp_path / "strict")
     capsys.readouterr()

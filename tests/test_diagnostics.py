@@ -1,6 +1,7 @@
 """Scalars of a training step: correct in half precision, and named as the log and the report expect."""
 
 import errno
+import itertools
 import json
 import re
 
@@ -202,6 +203,26 @@ def test_the_first_nonfinite_of_complex_arrays_and_numbers():
     assert first(x=1.0, y=2 + 1j) is None
     assert first(x=jnp.arange(3)) is None
     assert first() is None
+
+
+def test_sharpness_is_the_maximum_over_the_box():
+    rng = np.random.default_rng(0)
+    z, labels, radius = rng.normal(size=(3, 4)) * [[1], [10], [300]], np.array([2, 0, 3]), 0.01
+
+    def loss(z):
+        return (
+            np.log(np.exp(z - z.max(-1, keepdims=True)).sum(-1))
+            + z.max(-1)
+            - z[np.arange(3), labels]
+        )
+
+    corners = np.array(list(itertools.product([-1, 1], repeat=4)))
+    points = z + corners[:, None] * radius * (np.abs(z) + 1)
+    best = np.max([loss(point) for point in points], axis=0)
+    found = diagnostics.logit_sharpness(jnp.float32(z), labels, radius=radius)
+    np.testing.assert_allclose(found, 100 * (best - loss(z)) / (1 + loss(z)), rtol=2e-3)
+    with pytest.raises(ValueError, match=r"labels must have the shape .*\(3,\), got \(2,\)"):
+        diagnostics.logit_sharpness(z, labels[:2])
 
 
 def test_names_come_from_the_structure_of_the_metrics(tmp_path):

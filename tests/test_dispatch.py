@@ -13,7 +13,7 @@ from jax.sharding import AxisType, PartitionSpec
 from thinning import thinned
 
 import swjax.testing
-from swjax.kernels import dispatch, reference, saved_programs, tiles
+from swjax.kernels import dispatch, reference, saved_programs, targets, tiles
 from swjax.kernels.products.tiles import triton_tile
 from swjax.kernels.reference import QTensor
 from swjax.recipes import RECIPES
@@ -37,9 +37,9 @@ def gpu(monkeypatch):
     pytest.importorskip("triton", reason="needs Triton, which is made for Linux only")
 
     def pretend(capability=(9, 0), missing=None, devices=1):
-        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-        monkeypatch.setattr(jax, "device_count", lambda: devices)
-        monkeypatch.setattr(tiles, "compute_capability", lambda: capability)
+        target = targets.Target("gpu", "NVIDIA GPU", ".".join(map(str, capability)))
+        monkeypatch.setattr(targets, "current", lambda mesh=None: target)
+        monkeypatch.setattr(targets, "device_count", lambda: devices)
         monkeypatch.setattr(dispatch, "_missing_triton", lambda: missing)
         # Saved kernels are lowered when they are traced, which jax-triton cannot do without a GPU.
         monkeypatch.setattr(saved_programs, "_folder", lambda: None)
@@ -429,7 +429,8 @@ def test_row_tiles_are_powers_of_two_that_cover_a_row(operation, width):
 @pytest.mark.parametrize("capability, memory", [((8, 0), 163), ((8, 9), 99), ((9, 0), 227)])
 @pytest.mark.parametrize("m", [1, 64, 65, 65_536])
 def test_product_tiles_fit_shared_memory(monkeypatch, capability, memory, m):
-    monkeypatch.setattr(tiles, "compute_capability", lambda: capability)
+    target = targets.Target("gpu", "", ".".join(map(str, capability)))
+    monkeypatch.setattr(targets, "current", lambda: target)
     tile = triton_tile(m, 5120, 1280)
     assert (tile.m + tile.n) * tile.k * tile.stages <= memory * 1024
     assert tile.m == (64 if m <= 64 else 128)
@@ -442,10 +443,13 @@ def test_layers_fit_together_as_on_a_gpu(gpu, recipe, implementation):
     """Traces layers without running them: kernels take other operand layouts than XLA does."""
     pytest.importorskip("jax_triton", reason="needs jax-triton, which is for Python 3.12")
     gpu()
-    if (recipe, implementation) == ("standard", "triton"):
-        with pytest.raises(ValueError, match="'triton' has none of the products of this layer"):
+    emulated = RECIPES[recipe].in_blocks
+    if (recipe, implementation) == ("standard", "triton") or (emulated and implementation):
+        with pytest.raises(ValueError, match="has none of the products of this layer"):
             swjax.switchback(X, array((256, 64)), recipe=recipe, implementation=implementation)
         return
+    if (recipe, implementation) == ("fp8_hadamard", "mosaic_gpu"):
+        pytest.skip("the weight gradient of rotated tokens in Mosaic is int8 only")
 
     def loss(x, w1, b1, w2, norm):
         options = {"recipe": recipe, "prologue": norm, "implementation": implementation}
@@ -457,14 +461,14 @@ def test_layers_fit_together_as_on_a_gpu(gpu, recipe, implementation):
     vector = array((128,), "float32")
     norm = swjax.LayerNorm(vector, vector)
     weights = array((128, 512), "float32"), array((512,), "float32"), array((512, 128), "float32")
-    traced = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2, 3, 4)))(
-        array((4, 64, 128)), *weights, norm
-    )
+    trace = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2, 3, 4)))
+    with warnings.catch_warnings(action="ignore" if emulated else "error"):
+        traced = trace(array((4, 64, 128)), *weights, norm)
     text = str(traced)
     assert ("triton_kernel_call" in text) == (implementation != "mosaic_gpu")
     # Without a tuned table, Mosaic kernels that nobody names multiply quantized matrices, and compute the
     # weight gradients of gate and up.
-    mosaic = implementation != "triton"
+    mosaic = implementation != "triton" and not emulated
     assert ("mpmd_map" in text) == mosaic  # the primitive of Pallas's kernels
 
 

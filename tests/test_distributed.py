@@ -1,5 +1,6 @@
 """Runs of several processes: how they start, agree and stop; losses equal those of one process."""
 
+import contextlib
 import json
 import signal
 import subprocess
@@ -12,13 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from micro_run import ENVIRONMENT, MICRO, ROOT, final_state, records, train
+from photographs import encoded, photograph
 from processes import two_processes
 
 from swjax import data
 from swjax.models import sharding
-from swjax.training import distributed, inputs
+from swjax.training import distributed, inputs, setup
 from swjax.training.config import ConfigError
 from swjax.training.distributed import read_environment
+from swjax.training.log.timing import Timing
+from swjax.training.state.checkpoint import Checkpoints
 from swjax.training.state.restore import require_equal_replicas
 
 PLAIN = {
@@ -196,6 +200,7 @@ def test_a_run_goes_on_with_another_mesh(micro, tmp_path):
 # ------------------------------------------------------------------------- two real processes
 
 
+@pytest.mark.release
 def test_two_processes_train_stop_and_go_on_as_one(micro, shared_cache, tmp_path):
     """SIGTERM is sent to one of two processes; both save the same step, and one process resumes from it."""
     two, one, rest = (tmp_path / name for name in ("two", "one", "rest"))
@@ -224,6 +229,75 @@ def test_two_processes_train_stop_and_go_on_as_one(micro, shared_cache, tmp_path
     assert_same_losses(records(two), records(one)[:last])
     train(micro(**CHANGES, checkpoint__resume=two), rest, after=2)
     assert_same_losses(records(rest), records(one)[last:])
+
+
+# A run whose data are not read before the first step, as if they were damaged after it.
+UNSEEN = (
+    "import sys; from swjax.training import command, loop; loop.check_pictures = lambda *_: []; "
+)
+UNSEEN += "sys.exit(command.main(['train.py', *sys.argv[1:]]))"
+
+
+@pytest.mark.release
+def test_two_processes_save_together_when_the_data_of_one_end(micro, shared_cache, tmp_path):
+    """The other waited for it in a collective, and both lost the steps since the last checkpoint."""
+    images = [encoded(photograph(number), "PNG") for number in range(64)]
+    images[37] = b"no picture"
+    for number, image in enumerate(images):
+        (tmp_path / f"{number}.png").write_bytes(image)
+    rows = [f"{number}.png,picture {number}" for number in range(64)]
+    (tmp_path / "pairs.csv").write_text("\n".join(["image,caption", *rows]))
+    command = command_line(
+        tmp_path / "run",
+        **CHANGES,
+        data__name="table",
+        data__table__splits__train=tmp_path / "pairs.csv",
+        data__on_bad="stop",
+        train__compilation_cache=shared_cache,
+    )
+    flags = ENVIRONMENT["XLA_FLAGS"] + " --xla_force_host_platform_device_count=1"
+    environment = ENVIRONMENT | {"XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
+    with two_processes([sys.executable, "-c", UNSEEN, *command[2:]], environment) as both:
+        printed = [process.communicate(timeout=180)[0] for process in both]
+    assert [process.returncode for process in both] == [2, 2], printed
+    (step,) = Checkpoints(tmp_path / "run", keep=0).steps()
+    assert f"interrupted: step {step} is saved" in printed[0] and step < 8
+    failed = "37.png" not in printed[0]
+    assert "train.py: config.data: cannot read 37.png: not an image" in printed[failed]
+    assert f"train.py: process {int(failed)} failed: see the output" in printed[not failed]
+    _, position = final_state(micro(**CHANGES), tmp_path / "run")
+    assert position["taken"] == [4 * step, 4 * step]
+
+
+def test_batches_are_agreed_on_one_ahead(micro, tmp_path, monkeypatch):
+    """In a run of several processes; position and counts are those of the batches that were given out."""
+    monkeypatch.setattr(distributed, "several", lambda: True)
+    config = micro()
+    splits = inputs.open_splits(config)
+    parts = setup.assemble(config, splits["train"])
+    with contextlib.ExitStack() as stack:
+        timing = stack.enter_context(contextlib.closing(Timing(8, parts.model)))
+        feed = stack.enter_context(contextlib.closing(inputs.Feed(config, parts, {}, None, timing)))
+        for steps in range(1, 4):
+            next(feed)
+            assert feed.position()["batches"] == steps and feed.position()["taken"] == [8 * steps]
+        monkeypatch.setattr(feed, "_batches", Ended())
+        next(feed)
+        assert next(feed, None) is None and feed.position()["batches"] == 4
+        with pytest.raises(ConfigError, match="config.data: torn"):
+            feed.check()
+
+
+class Ended:
+    """Batches of which there are no more."""
+
+    progress = None
+
+    def __next__(self):
+        raise data.BadData("torn")
+
+    def close(self):
+        """Nothing is open."""
 
 
 def command_line(workdir, **changes):
@@ -255,7 +329,7 @@ def test_two_processes_with_other_configs_end_in_one_line(tmp_path):
 LOSES_A_PEER = """
 import os, sys, time
 import jax
-from swjax.training import distributed, inputs
+from swjax.training import distributed, inputs, setup
 distributed.start()
 jax.devices()
 print("up", flush=True)

@@ -9,14 +9,16 @@ import pytest
 import thinning
 from numeric import snr_db
 
+from swjax.kernels import targets
 from swjax.models.embeddings import CHUNK, first_rows, lookup, sum_by_token
 
 COUNT, WIDTH = 40, 6
 
 
 @pytest.fixture
-def as_on_gpus(monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+def as_on_gpus():
+    with targets.compiling_for("H100"):
+        yield
 
 
 def captions(*shape, seed=0):

@@ -197,6 +197,16 @@ def test_runs_that_cannot_be_loaded(tmp_path):
             inference.load(tmp_path)
 
 
+def test_images_are_fitted_as_the_model_says(tmp_path):
+    cfg = clip.config(CFG, vision={"resize_mode": "squash"})
+    encoder = inference.Encoder(nnx.merge(*random_model(cfg)))
+    wide = np.concatenate([IMAGES[0], IMAGES[0][:, ::-1] // 2], axis=1)
+    squashed = np.asarray(Image.fromarray(wide).resize((32, 32), Image.Resampling.BICUBIC))
+    np.testing.assert_array_equal(encoder.encode_image([wide]), encoder.encode_image([squashed]))
+    inference.save(tmp_path / "clip.safetensors", encoder)
+    assert inference.load(tmp_path / "clip.safetensors").cfg.vision.resize_mode == "squash"
+
+
 def test_images_of_every_kind(tmp_path):
     image = Image.fromarray(IMAGES[0])
     expected = inference.pixels(IMAGES[0], 32)

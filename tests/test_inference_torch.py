@@ -1,5 +1,7 @@
 """Zero-shot classification from image files and class names, compared with open_clip."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch_peers
@@ -7,8 +9,8 @@ from clip_oracle import random_model, small_config
 from flax import nnx
 from PIL import Image
 
-from swjax import inference, interop
-from swjax.data import imagenet, preprocess
+from swjax import data, inference, interop
+from swjax.data import imagenet
 
 RNG = np.random.default_rng(0)
 # (width, height): larger, smaller, the model's size, odd margins, extreme.
@@ -46,19 +48,20 @@ def photograph(width, height):
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("side", [32, 224])
 def test_pixels_are_open_clips(side, size, mode):
-    """All 8-bit pixels are equal; normalised values agree within float32 rounding."""
+    """All 8-bit pixels are equal, in every resize mode; normalised values agree within float32 rounding."""
     image = photograph(*size).convert(mode)
-    cut = transforms.Compose(
-        [
-            transforms.Resize(side, interpolation=transforms.InterpolationMode.BICUBIC),
-            transforms.CenterCrop(side),
-        ]
-    )
-    ours = inference.pixels(image, side)
-    np.testing.assert_array_equal(ours, np.asarray(cut(image).convert("RGB")), strict=True)
-    expected = open_clip.image_transform(side, is_train=False)(image).permute(1, 2, 0).numpy()
-    normalised = np.asarray(preprocess(ours[None], image_size=side)[0])
-    np.testing.assert_allclose(normalised, expected, rtol=0, atol=1e-6)
+    for fitting in (
+        data.Fitting(),
+        data.Fitting("squash", "bilinear"),
+        data.Fitting("longest", "random", fill_color=0 if mode == "L" else 200),
+    ):
+        theirs = open_clip.image_transform(side, is_train=False, **dataclasses.asdict(fitting))
+        cut = transforms.Compose(theirs.transforms[:-2])  # without conversion and normalization
+        ours = inference.pixels(image, side, fitting)
+        np.testing.assert_array_equal(ours, np.asarray(cut(image).convert("RGB")), strict=True)
+        expected = theirs(image).permute(1, 2, 0).numpy()
+        normalised = np.asarray(data.preprocess(ours[None], image_size=side)[0])
+        np.testing.assert_allclose(normalised, expected, rtol=0, atol=1e-6)
 
 
 def test_zero_shot_is_open_clips(tmp_path):

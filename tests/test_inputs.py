@@ -2,10 +2,14 @@
 
 import json
 
+import numpy as np
 import pytest
 from micro_run import MICRO, records, train
 from photographs import encoded, photograph, write_tars
 
+from swjax.data import survey
+from swjax.report import data_check
+from swjax.tools import plan
 from swjax.training import config as config_lib
 from swjax.training import inputs, loop
 from swjax.training.state.checkpoint import Checkpoints
@@ -112,9 +116,64 @@ def test_a_run_resumes_with_moved_data_and_other_data_to_score(saved, tmp_path, 
     assert train(config, workdir, after=1) == 0
 
 
+def test_a_set_that_a_run_would_give_up_is_refused_at_the_start(tmp_path, shared_cache, capsys):
+    """It trained until it had met the bad examples; the plan found nothing. All three say the same."""
+    path = table(tmp_path / "train", [f"picture {number}" for number in range(42)])
+    cache = {"train__compilation_cache": shared_cache}
+    config = config_of(tmp_path, data__name="table", data__table__splits__train=path, **cache)
+    for bad in range(11):
+        (tmp_path / "train" / f"{bad}.png").write_bytes(b"no picture")
+    why = "11 of 42 examples are bad, more than the share of 0.01 that training skips"
+    refused = rf"config.data: train: {why} .*, such as \d+.png: not an image"
+    with pytest.raises(config_lib.ConfigError, match=refused):
+        train(config, tmp_path / "run")
+    assert not (tmp_path / "run" / "checkpoints").exists() or not any(
+        (tmp_path / "run" / "checkpoints").iterdir()
+    )
+    with pytest.raises(config_lib.ConfigError, match=refused):
+        plan.show(config, "h200:1")
+    assert data_check.main(["check", path, f"--page={tmp_path}/page.html"]) == 2
+    assert why in capsys.readouterr().out
+    (tmp_path / "train" / "10.png").write_bytes(encoded(photograph(0), "PNG"))
+    assert plan.show(config, "h200:1") == 0
+    said = "train: 42 of 42 examples were read before the first step; 10 cannot be used"
+    assert said in capsys.readouterr().out
+    (line,) = inputs.check_pictures(config, inputs.open_splits(config))
+    assert line.startswith(said)
+    config.data.on_bad = "stop"
+    with pytest.raises(config_lib.ConfigError, match=r"train: cannot read \d.png: not an image"):
+        plan.show(config, "h200:1")
+
+
+class Pictures:
+    """A large set, of which every 20th picture is bad."""
+
+    photographs = True
+
+    def __len__(self):
+        return 100_000
+
+    def __getitem__(self, index):
+        if not index % 20:
+            raise ValueError("torn")
+        return {"image": np.zeros((2, 2, 3), np.uint8), "captions": ("one",), "label": 0}
+
+
+def test_a_survey_of_a_large_set_is_a_sample_in_bounded_time():
+    found = survey.survey(Pictures())
+    assert found.read == survey.SAMPLE and 25 < len(found.bad) < 75
+    parts = [survey.survey(Pictures(), part=part, parts=3) for part in range(3)]
+    assert sorted(found.bad) == sorted(bad for part in parts for bad in part.bad)
+    assert found.bad[0][1] == "ValueError: torn"
+    assert survey.survey(Pictures(), seconds=0).read == 16
+    assert survey.refusal(len(found.bad), found.read, found.examples, 0.01).startswith("about ")
+    assert not survey.refusal(len(found.bad), found.read, found.examples, 0.04)
+
+
 @pytest.mark.release
-def test_a_run_that_its_data_end_saves(tmp_path, shared_cache, capsys):
+def test_a_run_that_its_data_end_saves(tmp_path, shared_cache, capsys, monkeypatch):
     """The steps and the metrics since the last checkpoint were lost."""
+    monkeypatch.setattr(loop, "check_pictures", lambda *_: [])  # the file is torn after the start
     path = table(tmp_path / "train", [f"picture {number}" for number in range(40)])
     config = config_of(
         tmp_path,

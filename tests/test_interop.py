@@ -1,9 +1,12 @@
 """Weights in other libraries' layouts: they are read back bit for bit, and every tensor is used."""
 
 import json
+import pickle
 import re
 import resource
 import time
+import zipfile
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +19,8 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from swjax import interop
+from swjax.data import Fitting
+from swjax.data.images import MEAN, STD
 from swjax.interop import configs
 from swjax.interop.layouts import LAYOUTS, tensors
 from swjax.models import clip
@@ -72,9 +77,9 @@ def saved(tmp_path):
 def test_round_trip_is_bit_exact(tmp_path, variant, layout):
     model = make(**VARIANTS[variant][0])
     interop.save(tmp_path, model, layout)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
-        (LAYOUTS[layout].config, LAYOUTS[layout].weights)
-    )
+    files = {LAYOUTS[layout].config, LAYOUTS[layout].weights}
+    files |= {"preprocessor_config.json"} if layout == "huggingface" else set()
+    assert {path.name for path in tmp_path.iterdir()} == files
     for path in (tmp_path, str(weights(tmp_path, layout))):
         loaded = interop.load(path)
         same(loaded, model)
@@ -229,57 +234,116 @@ def test_every_tensor_is_accounted_for(saved, change, message):
     assert "\n" not in str(error.value)
 
 
+def prepared(folder, layout, change) -> clip.CLIP:
+    """Loads the model of `make` from a file that prepares pictures in another way."""
+    interop.save(folder, make(), layout)
+    file = folder / (
+        LAYOUTS["open_clip"].config if layout == "open_clip" else "preprocessor_config.json"
+    )
+    config = json.loads(file.read_text())
+    if layout == "open_clip":
+        config["preprocess_cfg"] |= change
+    else:
+        config = change
+    file.write_text(json.dumps(config))
+    return interop.load(folder)
+
+
+@pytest.mark.parametrize(
+    "change, fitting",
+    [
+        ({"resize_mode": "squash", "interpolation": "bilinear"}, Fitting("squash", "bilinear")),
+        ({"resize_mode": "longest", "fill_color": 7}, Fitting("longest", fill_color=7)),
+        ({"interpolation": "random"}, Fitting(interpolation="random")),
+        ({"resize_mode": "shortest", "interpolation": "bicubic", "size": [32, 32], "mode": "RGB",
+          "fill_color": 0}, Fitting()),
+        ({"size": 32, "resize_mode": None}, Fitting()),
+    ],
+)  # fmt: skip
+def test_how_open_clip_fits_pictures_is_read_and_written(tmp_path, change, fitting):
+    """They were cropped without a word."""
+    loaded = prepared(tmp_path, "open_clip", change)
+    same(make(), loaded)
+    assert Fitting.of(loaded.cfg.vision) == fitting
+    interop.save(tmp_path / "again", loaded)
+    assert interop.load(tmp_path / "again").cfg == loaded.cfg
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"resize_mode": "squash"}, "resize_mode must be 'shortest', as swjax resizes images, got 's"),
-        ({"resize_mode": "longest"}, "resize_mode must be 'shortest'"),
-        ({"interpolation": "bilinear"}, "interpolation must be 'bicubic'"),
+        ({"resize_mode": "stretch"}, "resize_mode must be one of shortest, longest, squash, got 'str"),
+        ({"interpolation": "nearest"}, "interpolation must be one of bicubic, bilinear, random, got"),
         ({"mode": "L"}, "mode must be 'RGB'"),
         ({"size": 48}, "preprocess_cfg.size must be 32"),
         ({"crop_pct": 0.9}, "preprocess_cfg.crop_pct=0.9 is not supported"),
-        ({"mean": [0.5, 0.5, 0.5]}, "preprocess_cfg.mean must be"),
-        ({"resize_mode": "shortest", "interpolation": "bicubic", "size": [32, 32], "mode": "RGB",
-          "fill_color": 0}, ""),
-        ({"size": 32, "resize_mode": None}, ""),
+        ({"fill_color": 256}, "fill_color must be a whole number from 0 to 255, got 256"),
+        ({"mean": [0.5, 0.5]}, "preprocess_cfg.mean must be three numbers from 0 on"),
+        ({"std": [1, 1, 0]}, "preprocess_cfg.std must be three numbers from 1e-06 on"),
     ],
 )  # fmt: skip
-def test_images_that_are_prepared_in_another_way_are_refused(tmp_path, change, message):
-    """They were cropped without a word."""
-    interop.save(tmp_path, make())
-    file = tmp_path / LAYOUTS["open_clip"].config
-    config = json.loads(file.read_text())
-    config["preprocess_cfg"] |= change
-    file.write_text(json.dumps(config))
-    if not message:
-        return same(make(), interop.load(tmp_path))
-    with pytest.raises(ValueError, match=message):
-        interop.load(tmp_path)
+def test_unknown_preparations_of_open_clip_are_refused(tmp_path, change, message):
+    with pytest.raises(ValueError, match=f"open_clip_config.json: .*{message}") as error:
+        prepared(tmp_path, "open_clip", change)
+    assert "\n" not in str(error.value)
     same(make(), interop.load(tmp_path, make().cfg))
 
 
 @pytest.mark.parametrize(
-    "change, message",
+    "layout, keys", [("open_clip", "mean std"), ("huggingface", "image_mean image_std")]
+)
+def test_other_means_and_deviations_are_folded_into_the_patch_embedding(tmp_path, layout, keys):
+    """The loaded model takes images normalised as CLIP's, and computes what the file's model would."""
+    mean, std = (0.5, 0.4, 0.3), (0.5, 0.2, 0.4)
+    loaded = prepared(tmp_path, layout, dict(zip(keys.split(), (mean, std), strict=True)))
+    levels = np.random.default_rng(0).random((2, 32, 32, 3), np.float32)
+    theirs = make().encode_image(jnp.asarray((levels - mean) / std, jnp.float32))[0]
+    ours = loaded.encode_image(jnp.asarray((levels - MEAN) / STD, jnp.float32))[0]
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-5)
+    interop.save(tmp_path / "again", loaded, layout)
+    again = interop.load(tmp_path / "again")
+    same(loaded, again)
+
+
+@pytest.mark.parametrize(
+    "change, expected",
     [
-        (
-            {"resample": 2},
-            "resample must be 3, as swjax prepares images, got 2: prepare the images",
-        ),
-        ({"do_center_crop": False}, "do_center_crop must be True"),
-        ({"size": {"height": 32, "width": 32}}, r"size must be \['shortest_edge'\]"),
-        ({"image_mean": [0.5, 0.5, 0.5]}, "image_mean must be"),
-        ({"size": None}, "TypeError"),
-        ({"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}, ""),
-        ({"size": 32, "resample": 3, "image_processor_type": "CLIPImageProcessor"}, ""),
+        ({"resample": 1}, "resample must be 3 or 2, got 1: prepare the images"),
+        ({"do_center_crop": False}, "size must be the shortest edge with a center crop, or"),
+        ({"size": {"longest_edge": 32}}, "size must be the shortest edge"),
+        ({"size": 48}, "size must be .* all 32, got size=48"),
+        ({"do_normalize": False}, "do_normalize must be True"),
+        ({"image_mean": 0}, Fitting()),
+        ({"resample": 2, "size": None}, Fitting(interpolation="bilinear")),
+        ({"size": {"height": 32, "width": 32}}, Fitting("squash")),
+        ({"size": {"height": 32, "width": 32}, "do_center_crop": False}, Fitting("squash")),
+        ({"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}, Fitting()),
+        ({"size": 32, "resample": 3, "image_processor_type": "CLIPImageProcessor"}, Fitting()),
     ],
 )
-def test_image_processors_of_hugging_face_are_read(tmp_path, change, message):
-    interop.save(tmp_path, make(), "huggingface")
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps(change))
-    if not message:
-        return same(make(), interop.load(tmp_path))
-    with pytest.raises(ValueError, match=f"preprocessor_config.json: {message}"):
-        interop.load(tmp_path)
+def test_image_processors_of_hugging_face_are_read(tmp_path, change, expected):
+    if isinstance(expected, Fitting):
+        loaded = prepared(tmp_path, "huggingface", change)
+        assert Fitting.of(loaded.cfg.vision) == expected
+        interop.save(tmp_path / "again", loaded, "huggingface")
+        assert interop.load(tmp_path / "again").cfg == loaded.cfg
+        return
+    with pytest.raises(ValueError, match=f"preprocessor_config.json: {expected}"):
+        prepared(tmp_path, "huggingface", change)
+
+
+def test_pictures_that_a_layout_cannot_describe(tmp_path):
+    for layout, vision, message in (
+        (
+            "huggingface",
+            {"resize_mode": "longest"},
+            "no resize_mode='longest': use layout='open_clip'",
+        ),
+        ("big_vision", {}, "needs vision.resize_mode='squash', .* got 'shortest'"),
+    ):
+        options = SIGLIP if layout == "big_vision" else {}
+        with pytest.raises(ValueError, match=message):
+            interop.save(tmp_path / layout, make(**options | {"vision": vision}), layout)
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "", "[1]", '"a"', "{" + " " * 2**24 + "}"])
@@ -342,10 +406,17 @@ def test_malformed_npz_files_are_one_line(tmp_path, kind):
 
 
 def test_files_that_are_not_there_or_not_whole(tmp_path):
-    with pytest.raises(FileNotFoundError, match="absent does not exist: give a safetensors file"):
+    with pytest.raises(FileNotFoundError, match="absent does not exist: give a file of weights"):
         interop.load(tmp_path / "absent")
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(
+        FileNotFoundError, match="holds neither .* nor .*, only notes.txt: give the"
+    ):
+        interop.load(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"pickle")
-    with pytest.raises(FileNotFoundError, match="only pytorch_model.bin: .*pickled weights .* not"):
+    with pytest.raises(
+        ValueError, match="pytorch_model.bin is not a file of torch.save, or is incom"
+    ):
         interop.load(tmp_path)
     interop.save(tmp_path, make())
     file = weights(tmp_path, "open_clip")
@@ -487,6 +558,7 @@ SIGLIP = {
     "gelu": "tanh",
     "embed_dim": 32,
     "init_logit_bias": -10.0,
+    "vision": {"resize_mode": "squash"},
     "text": {"width": 32, "layers": 2, "heads": 4, "context_length": 9, "vocab_size": 60},
 }
 
@@ -576,3 +648,61 @@ def test_a_siglip_has_no_place_in_a_clips_layout(tmp_path):
     ):
         interop.save(tmp_path / "new", make(), "big_vision")
     assert not (tmp_path / "new").exists()
+
+
+def test_pickles_are_not_run(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return Path.touch, (tmp_path / "run",)
+
+    for tree in ({"x": Evil()}, {"state_dict": [Evil()]}):
+        with zipfile.ZipFile(tmp_path / "evil.pt", "w") as file:
+            file.writestr("evil/data.pkl", pickle.dumps(tree))
+        with pytest.raises(
+            ValueError, match=r"evil.pt: its pickle needs pathlib.*, which is not read"
+        ):
+            interop.load(tmp_path / "evil.pt")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "index, message",
+    [
+        (
+            {"weight_map": {"x": "../model.safetensors"}},
+            "index of weights .it must name files of its",
+        ),
+        (
+            {"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}},
+            "names a.safetensors, which is",
+        ),
+        (
+            {"weight_map": {"x": "model.safetensors"}},
+            "says that model.safetensors holds 'x', which it",
+        ),
+        ([], "is not an index of weights"),
+    ],
+)
+def test_wrong_indices_of_shards(index, message, tmp_path):
+    interop.save(tmp_path, make(), layout="huggingface")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises((ValueError, FileNotFoundError), match=message) as error:
+        interop.load(tmp_path / "model.safetensors.index.json")
+    assert "\n" not in str(error.value)
+
+
+def test_shards(tmp_path):
+    whole = make()
+    interop.save(tmp_path, whole, layout="huggingface")
+    held = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    names = sorted(held)
+    files = {f"model-0000{i + 1}-of-00002.safetensors": names[i::2] for i in range(2)}
+    for file, some in files.items():
+        save_file({name: held[name] for name in some}, tmp_path / file)
+    index = {"weight_map": {name: file for file, some in files.items() for name in some}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    for a, b in zip(
+        *(jax.tree.leaves(nnx.state(m, nnx.Param)) for m in (whole, interop.load(tmp_path)))
+    ):
+        np.testing.assert_array_equal(a, b)

@@ -26,6 +26,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from numeric import snr_db
 
+from swjax.kernels import targets
 from swjax.models import clip
 from swjax.models.vit import random_order
 from swjax.recipes import RECIPES
@@ -221,7 +222,8 @@ def test_patch_dropout_is_a_random_subset():
 def test_kept_patches_enter_the_blocks_as_without_dropout(monkeypatch, like_gpus):
     """Compares the tokens that the blocks read, and their gradients, with a choice from all tokens."""
     if like_gpus:
-        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        target = targets.Target("gpu", "NVIDIA H100", "9.0")
+        monkeypatch.setattr(targets, "current", lambda mesh=None: target)
     monkeypatch.setattr("swjax.models.vit.apply_blocks", lambda blocks, x, cfg: (x, {"tokens": x}))
     cfg = small_config(patch_dropout=0.5)
     graph, params = random_model(cfg)

@@ -11,6 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import swjax
+from swjax.linear import experts as experts_of_swjax
 from swjax.testing import assert_quantized, matrix_products
 
 RNG = np.random.default_rng(0)
@@ -60,6 +61,119 @@ def test_each_expert_is_a_layer_of_its_own_rows(recipe, dtype):
     count = 0 if recipe == "standard" else 2
     if not recipe.startswith("fp8"):
         assert matrix_products(with_gradients, layer, x, W, g)["s8", "s8"] == count
+
+
+# --- gate, up, activation, down -----------------------------------------------------------------------
+
+DOWN = jnp.asarray(RNG.normal(size=(3, N, K)), jnp.float32)
+WEIGHTS = (W, W[::-1] / 3, DOWN)
+
+
+def mlp_by_layers(x, ws, recipe):
+    """The layers one by one, and JAX's derivative of the activation, in the dtype of x."""
+    layer = partial(swjax.ragged_switchback, group_sizes=SIZES, recipe=recipe)
+    gate, up = (layer(x, w).astype("float32") for w in ws[:2])
+    return layer((jax.nn.silu(gate) * up).astype(x.dtype), ws[2])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "dtype"),
+    [
+        ("switchback", "float32"),
+        ("switchback_m", "bfloat16"),
+        ("switchback_q", "float32"),
+        ("fp8_switchback", "float32"),
+        ("standard", "bfloat16"),
+    ],
+)
+def test_gated_mlp_is_three_layers(recipe, dtype):
+    x, g = (jnp.asarray(RNG.normal(size=(ROWS, K)), dtype) for _ in range(2))
+    x = x.at[-1].set(jnp.nan)
+    ours = lambda x, ws: swjax.gated_ragged_mlp(x, *ws, SIZES, recipe=recipe)
+    got = with_gradients(ours, x, WEIGHTS, g)
+    want = with_gradients(partial(mlp_by_layers, recipe=recipe), x, WEIGHTS, g)
+    # `switchback_m` recomputes h, and its layer alone reads the quantized h. The layers round more often.
+    error = {"switchback_m": 0.02, "standard": 0.01}.get(recipe, 1e-4)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert a.dtype == b.dtype
+        a, b = (np.asarray(each, "float64") for each in (a, b))
+        assert np.linalg.norm(a - b) <= error * np.linalg.norm(b)
+    assert not np.asarray(got[0][STARTS[-1] :], "float32").any()
+
+
+def test_gated_mlp_in_other_forms():
+    """Quantized weights, higher derivatives, and rotated rows, where the shapes of a test would not do."""
+    x = jnp.asarray(RNG.normal(size=(ROWS, K)), jnp.float32)
+    layer = lambda x, ws: swjax.gated_ragged_mlp(x, *ws, SIZES)
+    q = tuple(jax.vmap(swjax.quantize_weight)(w) for w in WEIGHTS)
+    loss = lambda ws, x: jnp.vdot(layer(x, ws), x)
+    dx, want = (jax.jit(jax.grad(partial(loss, ws)))(x) for ws in (q, WEIGHTS))
+    np.testing.assert_allclose(dx, want, rtol=1e-4, atol=1e-4)
+    exact = lambda x, ws: mlp_by_layers(x, ws, "standard")
+    first = lambda fn, ws: jax.grad(lambda x: jnp.sum(jnp.sin(fn(x, ws) / 50)))(x)
+    second = lambda fn: jax.jit(jax.grad(lambda ws: jnp.sum(first(fn, ws) ** 2)))(WEIGHTS)
+    for a, b in zip(second(layer), second(exact)):
+        assert jnp.linalg.norm(a - b) < 0.1 * jnp.linalg.norm(b)
+
+
+def test_rotated_rows(monkeypatch):
+    monkeypatch.setattr(experts_of_swjax, "LEAST_RATIO", 1)
+    monkeypatch.setattr(experts_of_swjax, "LEAST_ROWS", 1)
+    x, g = (jnp.asarray(RNG.normal(size=(ROWS, K)), "bfloat16") for _ in range(2))
+    ours = lambda recipe: lambda x, ws: swjax.gated_ragged_mlp(x, *ws, SIZES, recipe=recipe)
+    got, want = (
+        with_gradients(ours(recipe), x, WEIGHTS, g)
+        for recipe in ("switchback_hadamard", "switchback")
+    )
+    jax.tree.map(np.testing.assert_array_equal, got[:2], want[:2])
+    for a, b in zip(got[2], want[2], strict=True):
+        assert 0 < jnp.linalg.norm(a - b) < 0.03 * jnp.linalg.norm(b)
+    used = swjax.testing.implementations(ours("switchback_hadamard"), x, WEIGHTS)
+    assert used["gated", "xla"] == 1 and used["ragged_matmul", "xla"] == 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "recipe", ["standard", "switchback", "switchback_q", "switchback_hadamard", "fp8_switchback"]
+)
+def test_kernels_give_the_values_of_xla(recipe, monkeypatch):
+    monkeypatch.setattr(experts_of_swjax, "LEAST_RATIO", 1)
+    monkeypatch.setattr(experts_of_swjax, "LEAST_ROWS", 1)
+    m, k, h, sizes = 1000, 256, 384, jnp.array([300, 0, 1, 640, 20], jnp.int32)
+    x, g = (jnp.asarray(RNG.normal(size=(m, k)), "bfloat16") for _ in range(2))
+    shapes = (5, k, h), (5, k, h), (5, h, k)
+    ws = tuple(jnp.asarray(RNG.normal(size=of) / 16, jnp.float32) for of in shapes)
+
+    def layer(implementation):
+        options = {"recipe": recipe, "implementation": implementation}
+        return lambda x, ws: swjax.gated_ragged_mlp(x, *ws, sizes, **options)
+
+    got, want = (with_gradients(layer(name), x, ws, g) for name in (None, "xla"))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        a, b = (np.asarray(each, "float64") for each in (a, b))
+        # Hopper sums fp8 products with 14 bits: see `numeric.FP8_SUM_DB`.
+        error = 0.02 if recipe.startswith("fp8") else 0.01
+        assert np.linalg.norm(a - b) <= error * np.linalg.norm(b)
+    used = swjax.testing.implementations(layer(None), x, ws)
+    assert {name for _, name in used} <= {"triton", "mosaic_gpu"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((X, W, W[:, :, :4], DOWN, SIZES), {}, r"one shape, got \(3, 16, 8\) and \(3, 16, 4\)"),
+        ((X, W, W, W, SIZES), {}, r"gated_ragged_mlp needs .* got x \(12, 8\), w \(3, 16, 8\)"),
+        ((X, W, W, DOWN, SIZES), {"activation": "relu"}, "activation must be one of silu"),
+        ((X, W, W, DOWN, SIZES), {"implementation": "cuda"}, "implementation must be one of xla"),
+    ],
+)
+def test_errors_of_the_mlp_are_one_line(arguments, options, message):
+    with pytest.raises(ValueError, match=message) as error:
+        swjax.gated_ragged_mlp(*arguments, **options)
+    assert "\n" not in str(error.value)
+
+
+# --- quantized weights, transformations, errors -------------------------------------------------------
 
 
 @pytest.mark.parametrize(("recipe", "error"), [("switchback", 0), ("switchback_q", 0.02)])
@@ -113,10 +227,10 @@ def test_transformations():
         ((X.astype("int8"), W, SIZES), "switchback", "x must be float16.* got int8"),
         (
             (X, W, SIZES),
-            "switchback_hadamard",
-            "weight gradient in 16 bits, got .*use 'switchback'",
+            "llm_int8",
+            "weight gradient in 16 bits or in blocks of tokens, got .*use 'switchback'",
         ),
-        ((X, W, SIZES), "llm_int8_outlier6", "without rotation and outliers"),
+        ((X, W, SIZES), "int8_hadamard", "without rotated features and outliers"),
         ((X, W, SIZES), "swichback", "recipe must be one of"),
     ],
 )
@@ -152,8 +266,8 @@ def test_experts_of_any_program():
     report = int8.report(PARAMS, X)
     rows = [(p.path, p.equation, p.flops) for p in report if p.recipe]
     assert rows == [
-        ("wi", "ragged ab,cbd->ad by XLA", 2 * ROWS * K * N),
-        ("wo", "ragged ab,cbd->ad by XLA", 2 * ROWS * K * N),
+        ("wi", "ragged ab,cbd->ad", 2 * ROWS * K * N),
+        ("wo", "ragged ab,cbd->ad", 2 * ROWS * K * N),
         ("dense", "abc,acd->abd", 3 * 2 * ROWS * K * N),
     ]
     loss = lambda fn, params, x: jnp.mean(fn(params, x) ** 2)
@@ -169,6 +283,6 @@ def test_experts_of_any_program():
 
 def test_experts_without_a_recipe_are_named_in_the_error():
     with pytest.raises(ValueError, match="ragged .* parameter 'wi': .*weight gradient.*'standard'"):
-        swjax.quantized(experts, {"w.": "switchback_hadamard"})(PARAMS, X)
-    with pytest.raises(ValueError, match="parameter 'wi': only XLA multiplies ragged arrays"):
+        swjax.quantized(experts, {"w.": "llm_int8"})(PARAMS, X)
+    with pytest.raises(ValueError, match="parameter 'wi': .*'triton' .* needs an NVIDIA GPU"):
         swjax.quantized(experts, {"w.": "switchback"}, implementation="triton")(PARAMS, X)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from eight_devices import TOKENS, WHOLE, compiled, draw, make_mesh, put
 
+from swjax.kernels import targets
 from swjax.models.embeddings import first_rows, lookup
 from swjax.testing import collectives
 
@@ -15,8 +16,9 @@ pytestmark = pytest.mark.eight_devices
 
 
 @pytest.fixture(autouse=True)
-def as_on_gpus(monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+def as_on_gpus():
+    with targets.compiling_for("H100"):
+        yield
 
 
 def loss(look, table, tokens):

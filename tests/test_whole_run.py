@@ -56,8 +56,9 @@ def test_a_workdir_serves_one_process(micro, tmp_path):
     lock(tmp_path).close()  # the lock was released
 
 
+@pytest.mark.release
 def test_train_py_as_a_user_runs_it(tmp_path):
-    """Runs train.py with XLA's default optimizations."""
+    """Runs train.py with XLA's default optimizations: no program of another test serves it."""
     set_for_tests = ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS", "JAX_DEFAULT_MATMUL_PRECISION")
     environment = {key: value for key, value in os.environ.items() if key not in set_for_tests}
     workdir, cache = tmp_path / "run", tmp_path / "cache"

@@ -341,7 +341,7 @@ def test_sets_are_scored_once_for_each_state(monkeypatch):
             return {"zeroshot/pets_top1": params}
 
     pets = SimpleNamespace(templates=(), set_name="pets")
-    monkeypatch.setattr(evaluation, "open_labelled", lambda config: [pets])
+    monkeypatch.setattr(evaluation, "open_labelled", lambda config: {pets.set_name: pets})
     monkeypatch.setattr(evaluation, "open_source", lambda config, split: None)
     monkeypatch.setattr(evaluation.evaluators, "ZeroShot", Scores)
     mesh = sharding.make_mesh(devices=jax.devices()[:1])

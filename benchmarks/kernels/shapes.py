@@ -41,6 +41,22 @@ LANGUAGE_MODELS = {
 }
 LANGUAGE_TOKENS = 16_384  # four sequences of 4,096 tokens
 
+
+class ExpertShape(NamedTuple):
+    """The MLP of a mixture of experts: experts, experts of a token, width, width between its layers."""
+
+    experts: int
+    chosen: int
+    width: int
+    hidden: int
+
+
+EXPERTS = {
+    "Qwen3-30B-A3B": ExpertShape(128, 8, 2048, 768),
+    "DeepSeek-V2-Lite": ExpertShape(64, 6, 2048, 1408),
+    "Mixtral-8x7B": ExpertShape(8, 2, 4096, 14_336),
+}
+
 # Shapes that tiles do not divide.
 RAGGED = {
     "one row": LinearShape(1, 1280, 5120),

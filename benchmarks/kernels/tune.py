@@ -26,8 +26,11 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.kernels import shapes, timing
+from benchmarks.kernels.routing import sizes_of
 from swjax.kernels import dispatch, reference, tiles
 from swjax.kernels.products.tiles import MOSAIC_RULE, MosaicTile, TritonTile, triton_rule
+from swjax.kernels.ragged.tiles import MOSAIC_RULE as RAGGED_RULE
+from swjax.kernels.ragged.tiles import product_rule, weight_gradient_rule
 from swjax.kernels.reference import QTensor
 from swjax.kernels.rotations.tiles import rotation_rule
 from swjax.kernels.tiles import RowTile
@@ -64,7 +67,7 @@ def works(tokens: int = shapes.TOKENS) -> dict[tuple[str, ...], Work]:
 
 
 def _works(tokens: int) -> Iterator[Work]:
-    """Yields the work: ViT-H, other towers, products in Triton, larger ViTs, the paper's grid, LLMs."""
+    """Yields the work: ViT-H, other towers, products in Triton, larger ViTs, paper's grid, LLMs, experts."""
     for width in (1280, 1024, 768):
         for producer, widths in {
             "none": (width, 4 * width, 3 * width),
@@ -105,6 +108,8 @@ def _works(tokens: int) -> Iterator[Work]:
             yield row_work(producer, tokens, width)
         for producer in ("gated", "gated_backward"):
             yield row_work(producer, tokens, hidden)
+    for experts in shapes.EXPERTS.values():
+        yield from ragged_works(experts, tokens)
 
 
 def product_shapes(width: int) -> list[tuple[int, int]]:
@@ -204,6 +209,75 @@ def triton_work(tokens: int, k: int, n: int) -> Work:
     return Work(path, rule, candidates, partial(quantized_product, "triton"), arrays)
 
 
+def ragged_works(experts: shapes.ExpertShape, tokens: int) -> Iterator[Work]:
+    """Yields the products of a mixture of experts, in int8 and in bf16, and the weight gradients in bf16."""
+    e, m = experts.experts, tokens * experts.chosen
+    sizes = jnp.asarray(sizes_of(experts, tokens, "uniform"), jnp.int32)
+    shape = jax.ShapeDtypeStruct
+    for k, n in ((experts.width, experts.hidden), (experts.hidden, experts.width)):
+        a = QTensor(shape((m, k), jnp.int8), shape((m, 1), jnp.float32))
+        b = QTensor(shape((e, n, k), jnp.int8), shape((e, 1, 1), jnp.float32))
+        yield ragged_mosaic_work(sizes, (a, b), k, n)
+        yield ragged_product_work(sizes, (a, b), k, n, 1)
+        x, w, wt, g = (shape(of, jnp.bfloat16) for of in ((m, k), (e, k, n), (e, n, k), (m, n)))
+        yield ragged_product_work(sizes, (x, w, wt), k, n, 2)
+        candidates = [
+            TritonTile(*cut, group=8)
+            for cut in (
+                (128, 128, 64, 4, 3),
+                (128, 128, 64, 8, 4),
+                (128, 256, 64, 8, 3),
+                (128, 256, 32, 8, 4),
+                (256, 128, 64, 8, 3),
+            )
+        ]
+        gradient = partial(ragged_gradient, sizes)
+
+        path = ("ragged", f"weight_gradient {k}x{n}")
+        yield Work(path, weight_gradient_rule(), candidates, gradient, (x, g))
+
+
+def ragged_mosaic_work(sizes: jax.Array, arrays: tuple, k: int, n: int) -> Work:
+    def function(tile):
+        kernel = dispatch.kernel("mosaic_gpu", "ragged_matmul")
+        return lambda a, b: kernel(a, b, sizes, axis=2, out_dtype="bfloat16", tile=tile)
+
+    candidates = [MosaicTile(RAGGED_RULE.stages, width) for width in (1, 2, 4, 16, 32)]
+    return Work(("ragged_mosaic_gpu", f"{n}x{k}x1"), RAGGED_RULE, candidates, function, arrays)
+
+
+def ragged_gradient(sizes: jax.Array, tile: TritonTile) -> Callable:
+    kernel = dispatch.kernel("triton", "ragged_weight_gradient")
+    return lambda x, g: kernel(x, g, sizes, out_dtype="float32", tile=tile)
+
+
+def ragged_product_work(sizes: jax.Array, arrays: tuple, k: int, n: int, itemsize: int) -> Work:
+    """The product with weights of `itemsize` bytes; 16-bit weights have two orders, forward and backward."""
+    rule = product_rule(len(jax.tree.leaves(arrays)[0]), len(sizes), itemsize)
+    candidates = [
+        TritonTile(m, n, step // itemsize, warps, stages, group)
+        for m, n, step, warps, stages, group in (
+            (128, 128, 128, 8, 3, 8),
+            (128, 256, 128, 8, 3, 8),
+            (128, 256, 128, 8, 3, 16),
+            (128, 256, 64, 8, 4, 8),
+            (256, 128, 128, 8, 3, 8),
+        )
+    ]
+
+    def function(tile):
+        kernel = dispatch.kernel("triton", "ragged_matmul")
+
+        def products(a, *bs):
+            axes = (2,) if itemsize == 1 else (1, 2)
+            options = {"out_dtype": "bfloat16", "tile": tile}
+            return tuple(kernel(a, b, sizes, axis=axis, **options) for b, axis in zip(bs, axes))
+
+        return products
+
+    return Work(("ragged", f"{n}x{k}x{itemsize}"), rule, candidates, function, arrays)
+
+
 def product_arrays(tokens: int, k: int, n: int) -> tuple:
     shape = jax.ShapeDtypeStruct
     a = QTensor(shape((tokens, k), jnp.int8), shape((tokens, 1), jnp.float32))
@@ -289,8 +363,11 @@ def runnable(work: Work) -> bool:
     """Whether the kernels of this work can run on this machine."""
     if work.path[0] == "implementation":
         return bool(work.candidates)
-    name = "triton" if work.path[0] == "rows" else work.path[0]
-    operation = "gelu" if work.path[0] == "rows" else "matmul"
+    kind = work.path[0]
+    if kind == "ragged_mosaic_gpu":
+        return dispatch.why_not("mosaic_gpu", "ragged_matmul", *work.arrays, axis=2) is None
+    operation = {"rows": "gelu", "ragged": "ragged_matmul"}.get(kind, "matmul")
+    name = kind if operation == "matmul" else "triton"
     return dispatch.why_not(name, operation, *work.arrays) is None
 
 

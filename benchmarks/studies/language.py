@@ -12,8 +12,8 @@ Runs with one seed start from the same parameters and see the same batches. The 
 and documentation of the machine (python_text.py), on the device. The studies:
 
   main     from scratch. Arms are recipes of the blocks; "control" is bf16 with one matrix times 1 + 1e-6
-  planted  fine-tuning from a model trained in bf16, with --gains on six channels after every RMSNorm and the
-           next matrices divided: the same function, with outlier features
+  planted  fine-tuning from a model trained in bf16, with --gains on six channels of every RMSNorm or of every
+           product of SwiGLU, and the next matrices divided: the same function, with outlier features
   rates    three optimizers over --rates, in bf16 and in int8
 
 benchmarks/notes/language.md has the hypotheses and rules, written before the runs.
@@ -50,9 +50,14 @@ ARMS = (
 OPTIMIZERS = ("adamw", "stable_adamw", "muon")
 RATES = (3e-4, 8e-4, 2e-3, 5e-3, 1.2e-2)
 GAINS = (1.0, 30.0)
+PLACES = (
+    "norm",
+    "hidden",
+)  # of planted outliers: after every RMSNorm, or in the products of SwiGLU
 TESTS = ("different", "equivalent", "not_worse")
 CHANNELS = 6  # with planted outliers
 CHUNK = 100  # steps per call of the compiled program
+LOOK = 500  # steps between statistics of the activations
 
 
 class Settings(NamedTuple):
@@ -102,6 +107,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     flags.add_argument("--rate", type=float, default=8e-4, help="learning rate: main and planted")
     flags.add_argument("--rates", nargs="+", type=float, default=RATES, help="of the study rates")
     flags.add_argument("--gains", nargs="+", type=float, default=GAINS, help="of the study planted")
+    flags.add_argument("--places", nargs="+", default=PLACES, choices=PLACES, help="the same")
     flags.add_argument("--optimizers", nargs="+", default=OPTIMIZERS, choices=OPTIMIZERS)
     flags.add_argument(
         "--shape",
@@ -153,8 +159,11 @@ def main_runs(args: argparse.Namespace, arms: list[str]) -> Iterable[dict]:
 
 
 def planted_runs(args: argparse.Namespace, arms: list[str]) -> Iterable[dict]:
-    for gain, arm in itertools.product(args.gains, arms):
-        yield {"arm": arm, "gain": gain, "rate": args.rate, "tune": args.tune}
+    planted = [(gain, place) for gain in args.gains if gain != 1 for place in args.places]
+    for (gain, place), arm in itertools.product(
+        [(1.0, "none")] * (1 in args.gains) + planted, arms
+    ):
+        yield {"arm": arm, "gain": gain, "place": place, "rate": args.rate, "tune": args.tune}
 
 
 def rates_runs(args: argparse.Namespace, arms: list[str]) -> Iterable[dict]:
@@ -171,7 +180,7 @@ def train(lab: "Lab", key: dict) -> dict:
     program = lab.program(key["arm"], key["optimizer"])
     hyper = Hyper(key["seed"], key["rate"], key["steps"])
     params, measured = program.train(lab.start(key["seed"], key["arm"]), hyper)
-    return {"val": program.validate(params)} | measured
+    return program.validate(params) | measured
 
 
 def tune(lab: "Lab", key: dict) -> dict:
@@ -180,19 +189,29 @@ def tune(lab: "Lab", key: dict) -> dict:
 
     program = lab.program(key["arm"], "adamw")
     trained = lab.trained(Hyper(key["seed"], key["rate"], key["steps"]))
-    params = lab.nudged(planted(jax.tree.map(jax.numpy.asarray, trained), key["gain"]), key["arm"])
-    at_once = program.validate(params)
+    params = planted(jax.tree.map(jax.numpy.asarray, trained), key["gain"], key["place"])
+    params = lab.nudged(params, key["arm"])
+    at_once = program.validate(params)["val"]
     hyper = Hyper(1000 + key["seed"], key["rate"] / 4, key["tune"])
     params, measured = program.train(params, hyper)
-    return {"at_once": at_once, "val": program.validate(params)} | measured
+    return {"at_once": at_once} | program.validate(params) | measured
 
 
-def planted(params: dict, gain: float) -> dict:
-    """Multiplies six channels of each RMSNorm by `gain`, and divides the matrices that read them."""
+def planted(params: dict, gain: float, place: str) -> dict:
+    """Multiplies six channels by `gain`, and divides the rows of the matrices that read them.
+
+    The channels are those of each RMSNorm, or the products of each SwiGLU by way of `up`, which is linear.
+    """
+    mlp = params["blocks"][0]["mlp"]
     channels = np.random.default_rng(0).choice(
-        params["norm"]["scale"].shape[0], CHANNELS, replace=False
+        mlp["up" if place == "norm" else "down"]["kernel"].shape[0], CHANNELS, replace=False
     )
     for block in params["blocks"].values():
+        if place == "hidden":
+            up, down = block["mlp"]["up"], block["mlp"]["down"]
+            up["kernel"] = up["kernel"].at[:, channels].multiply(gain)
+            down["kernel"] = down["kernel"].at[channels].divide(gain)
+            continue
         for name, readers in (("attention", "qkv"), ("mlp", ("gate", "up"))):
             scale = block[f"{name}_norm"]["scale"]
             block[f"{name}_norm"]["scale"] = scale.at[channels].multiply(gain)
@@ -272,19 +291,26 @@ class Program:
         self.begin = jax.jit(lambda params, hyper: self.optimizer(hyper).init(params))
         self.chunk = jax.jit(self._chunk, donate_argnums=0)
         self.losses = jax.jit(self._losses)
+        self.outliers = jax.jit(self._outliers)
 
     def train(self, params: dict, hyper: Hyper) -> tuple[dict, dict]:
         """Trains all steps; returns the parameters and what is recorded of the run."""
         import jax
 
-        state, losses, seconds = (params, self.begin(params, hyper)), [], []
+        state, losses, seconds, outliers = (params, self.begin(params, hyper)), [], [], {}
         for start in range(0, hyper.steps, CHUNK):
+            if start % LOOK == 0:
+                outliers[str(start)] = self.outliers(state[0], self.lab.val)
             began = time.perf_counter()
             state, piece = self.chunk(state, hyper, start, self.lab.data)
             losses += jax.device_get(piece)[: hyper.steps - start].tolist()
             seconds.append((time.perf_counter() - began) / min(CHUNK, hyper.steps - start))
         ms = 1e3 * float(np.median(seconds[1:] or seconds))  # the first may compile
+        outliers[str(hyper.steps)] = self.outliers(state[0], self.lab.val)
         return state[0], {
+            "outliers": jax.tree.map(
+                lambda x: [round(float(value), 2) for value in x], jax.device_get(outliers)
+            ),
             "loss": study.thin(losses, digits=5, every=25),
             "final_loss": float(np.mean(losses[-max(1, hyper.steps // 10) :])),
             "ms": round(ms, 3),
@@ -292,17 +318,23 @@ class Program:
             "start": self.lab.checksums,
         }
 
-    def validate(self, params: dict) -> float:
-        """The mean loss in nats a byte over fixed sequences of held-out packages."""
-        return float(np.mean(self.losses(params, self.lab.val)))
+    def validate(self, params: dict) -> dict:
+        """Over fixed sequences of held-out packages, the mean loss in nats a byte and the mean sharpness."""
+        loss, sharpness = (float(np.mean(found)) for found in self.losses(params, self.lab.val))
+        return {"val": loss, "sharpness": sharpness}
 
     def loss(self, params: dict, tokens: Any) -> Any:
+        return self.loss_and_sharpness(params, tokens)[0]
+
+    def loss_and_sharpness(self, params: dict, tokens: Any) -> tuple[Any, Any]:
         import optax
         from flax import nnx
 
-        logits = nnx.merge(self.graphdef, params)(tokens[:, :-1])
-        labels = tokens[:, 1:]
-        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+        from swjax.diagnostics import logit_sharpness
+
+        logits, labels = nnx.merge(self.graphdef, params)(tokens[:, :-1]), tokens[:, 1:]
+        loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+        return loss, logit_sharpness(logits, labels).mean()
 
     def _chunk(self, state: tuple, hyper: Hyper, start: Any, data: Any) -> tuple:
         """Trains CHUNK steps, or fewer at the end; returns the state and the losses, [CHUNK]."""
@@ -331,7 +363,32 @@ class Program:
         (sequences, length), windows = self.lab.settings.batch, self.lab.settings.windows
         first = np.linspace(0, data.shape[0] - length - 1, windows).astype(np.int32)
         batches = first[: windows // sequences * sequences].reshape(-1, sequences)
-        return jax.lax.map(lambda some: self.loss(params, cut(data, some, length)), batches)
+        return jax.lax.map(
+            lambda some: self.loss_and_sharpness(params, cut(data, some, length)), batches
+        )
+
+    def _outliers(self, params: dict, data: Any) -> dict:
+        """The largest over the median RMS of the channels that each layer reads, [layers] each."""
+        import jax
+        import jax.numpy as jnp
+        from flax import nnx
+
+        def ratio(x):
+            rms = jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32)), axis=(0, 1)))
+            return jnp.max(rms) / jnp.median(rms)
+
+        model, found = nnx.merge(self.graphdef, params), []
+        tokens = cut(data, np.zeros(1, np.int32), self.lab.settings.batch[1])[:, :-1]
+        x = model.embedding[...].astype(model.dtype)[tokens]
+        for block in model.blocks:
+            first = block.attention_norm(x)
+            middle = x + block.attention(first)
+            second = block.mlp_norm(middle)
+            hidden = jax.nn.silu(block.mlp.gate(second)) * block.mlp.up(second)
+            read = {"residual": x, "attention": first, "mlp": second, "hidden": hidden}
+            found.append({name: ratio(value) for name, value in read.items()})
+            x = middle + block.mlp.down(hidden)
+        return jax.tree.map(lambda *each: jnp.stack(each), *found)
 
 
 def cut(data: Any, first: Any, length: int) -> Any:
@@ -485,7 +542,8 @@ def table(runs: list[dict]) -> None:
     for settings, some in paired.alike(runs).items():
         for (arm,), own in study.group(some, "arm").items():
             results = [run["result"] for run in own]
-            names = [name for name in ("at_once", "val", "final_loss") if name in results[0]]
+            names = ("at_once", "val", "sharpness", "final_loss")
+            names = [name for name in names if name in results[0]]
             told = {name: study.interval(result[name] for result in results) for name in names}
             losses = ", ".join(f"{n} {mean:.4f} +- {half:.4f}" for n, (mean, half) in told.items())
             ms = np.median([result["ms"] for result in results])

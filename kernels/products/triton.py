@@ -11,14 +11,13 @@ from swjax.kernels.triton_gpu import launcher
 
 
 @triton.jit
-def _program_block(
+def program_block(
     M: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    GROUP: tl.constexpr,
+    GROUP: tl.constexpr, program,
 ):  # fmt: skip
-    """The row and the column of this program's output block, in an order that reuses the L2 cache."""
+    """The row and the column of a program's output block, in an order that reuses the L2 cache."""
     blocks_m: tl.constexpr = tl.cdiv(M, BLOCK_M)
     blocks_n: tl.constexpr = tl.cdiv(N, BLOCK_N)
-    program = tl.program_id(0)
     first = program // (GROUP * blocks_n) * GROUP
     height = min(blocks_m - first, GROUP)
     block_m = first + program % (GROUP * blocks_n) % height
@@ -26,7 +25,7 @@ def _program_block(
 
 
 @triton.jit
-def _load_scale(scale_ptr, at, SIZE: tl.constexpr, PER_ELEMENT: tl.constexpr, AXIS: tl.constexpr):
+def load_scale(scale_ptr, at, SIZE: tl.constexpr, PER_ELEMENT: tl.constexpr, AXIS: tl.constexpr):
     """Loads scales at some indices along axis AXIS of a block, or the only scale."""
     if PER_ELEMENT:
         return tl.expand_dims(tl.load(scale_ptr + at, mask=at < SIZE, other=0.0), 1 - AXIS)
@@ -56,7 +55,7 @@ def _matmul_kernel(
     GROUP: tl.constexpr,  # number of row blocks that share columns of b in the L2 cache
 ):
     """Computes a block of a bT, scaled, plus bias and addend."""
-    block_m, block_n = _program_block(M, N, BLOCK_M, BLOCK_N, GROUP)
+    block_m, block_n = program_block(M, N, BLOCK_M, BLOCK_N, GROUP, tl.program_id(0))
     row = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
     column = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
     # Past the edge, loads read the first rows instead, so that they need no mask. The store has a mask.
@@ -79,8 +78,8 @@ def _matmul_kernel(
         a_at += BLOCK_K
         b_at += BLOCK_K
 
-    a_scale = _load_scale(a_scale_ptr, row, M, A_ROWS, 0)
-    b_scale = _load_scale(b_scale_ptr, column, N, B_ROWS, 1)
+    a_scale = load_scale(a_scale_ptr, row, M, A_ROWS, 0)
+    b_scale = load_scale(b_scale_ptr, column, N, B_ROWS, 1)
     out = total.to(tl.float32) * (a_scale * b_scale)
     if BIAS:
         out += tl.load(bias_ptr + column, mask=column < N, other=0.0).to(tl.float32)[None, :]

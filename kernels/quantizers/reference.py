@@ -68,22 +68,23 @@ def quantize_by(
 
 
 def quantize_both(x: jax.Array, absmax: jax.Array, dtype: str = "int8") -> tuple[QTensor, QTensor]:
-    """Quantizes a weight and its transpose with one scale, in one pass.
+    """Quantizes a weight and its transpose with one scale, in one pass; or each weight of a stack.
 
     Args:
-      x: [k, n] float16, bfloat16 or float32.
-      absmax: [p] float32, absolute maxima of p parts of x; the function uses the largest.
+      x: [..., k, n] float16, bfloat16 or float32.
+      absmax: [..., p] float32, absolute maxima of p parts of a weight; the function uses the largest.
       dtype: see `quantize`.
 
     Returns:
-      QTensors with values [k, n] and [n, k], and the same scale [1, 1].
+      QTensors with values [..., k, n] and [..., n, k], and the same scale [..., 1, 1].
 
     >>> q, transposed = quantize_both(jnp.array([[1.0, -2.0]]), jnp.array([1.0, 4.0]))
     >>> q.values.tolist(), transposed.values.tolist()
     ([[32, -64]], [[32], [-64]])
     """
-    q = quantize_by(x, formats.absolute_maximum(absmax[None], (0, 1)), dtype)
-    return q, q.T
+    largest = formats.absolute_maximum(absmax, (-1,))[..., None]
+    q = quantize_by(x, largest, dtype)
+    return q, QTensor(q.values.mT, q.scale)
 
 
 def quantize_and_sum(x: jax.Array, dtype: str = "int8") -> tuple[QTensor, jax.Array]:

@@ -134,11 +134,11 @@ def quantize_and_sum(
 
 @triton.jit
 def _quantize_by_kernel(
-    x_ptr,  # [M, N]
-    absmax_ptr,  # [PARTS], [M] or [N]
-    values_ptr,  # [M, N]
-    transposed_ptr,  # [N, M]
-    scale_ptr,  # [1], [M] or [N]
+    x_ptr,  # [STACK, M, N]
+    absmax_ptr,  # [STACK, PARTS], [M] or [N]
+    values_ptr,  # [STACK, M, N]
+    transposed_ptr,  # [STACK, N, M]
+    scale_ptr,  # [STACK], [M] or [N]
     M: tl.constexpr,
     N: tl.constexpr,
     SCOPE: tl.constexpr,  # span of one scale: "tensor", "row" or "column"
@@ -150,15 +150,22 @@ def _quantize_by_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Quantizes a block of x; the first block of each scale writes the scale."""
+    """Quantizes a block of a matrix; the first block of each scale writes the scale.
+
+    A stack has more than one matrix only if each has one scale.
+    """
+    number = tl.program_id(2)
+    matrix = number.to(tl.int64) * (M * N)
+    x_ptr, values_ptr, transposed_ptr = x_ptr + matrix, values_ptr + matrix, transposed_ptr + matrix
     row = tl.program_id(1).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = (row < M)[:, None] & (column < N)[None, :]
     x = tl.load(x_ptr + row[:, None] * N + column[None, :], mask=inside, other=0.0).to(tl.float32)
     if SCOPE == "tensor":
         first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0)
-        at, known = tl.zeros((1,), tl.int64), tl.full((1,), True, tl.int1)
-        largest = tl.reduce(tl.load(absmax_ptr + tl.arange(0, PARTS)), 0, nan_maximum)
+        at, known = tl.zeros((1,), tl.int64) + number, tl.full((1,), True, tl.int1)
+        parts = absmax_ptr + number * PARTS + tl.arange(0, PARTS)
+        largest = tl.reduce(tl.load(parts), 0, nan_maximum)
         absmax = tl.zeros((1,), tl.float32) + largest
     else:
         if SCOPE == "row":
@@ -209,18 +216,40 @@ def why_not_quantize_by(x: jax.Array, absmax: jax.Array, *_: Any, **__: Any) -> 
 
 def quantize_both(x: jax.Array, absmax: jax.Array, dtype: str = "int8") -> tuple[QTensor, QTensor]:
     """`reference.quantize_both`."""
-    if absmax.size & (absmax.size - 1):  # Triton needs power-of-two sizes
-        absmax = absolute_maximum(absmax, (0,))
+    if absmax.shape[-1] & (absmax.shape[-1] - 1):  # Triton needs power-of-two sizes
+        absmax = absolute_maximum(absmax, (-1,))
     outputs = {"straight": True, "transposed": True}
-    values, transposed, scale = _quantize_matrix(x, absmax, dtype, "tensor", **outputs)
-    scale = scale.reshape(1, 1)
-    return QTensor(values, scale), QTensor(transposed, scale)
+    values, transposed, scale = _quantize_matrix(
+        x, absmax, dtype, "tensor", stack=math.prod(x.shape[:-2]), **outputs
+    )
+    scale = scale.reshape(*x.shape[:-2], 1, 1)
+    shape = (*x.shape[:-2], *x.shape[:-3:-1])
+    return QTensor(values.reshape(x.shape), scale), QTensor(transposed.reshape(shape), scale)
+
+
+def why_not_quantize_both(x: jax.Array, *_: Any, **__: Any) -> Unavailable | None:
+    """Returns why a grid cannot hold the blocks of these matrices, or None if it can."""
+    stack, rows = math.prod(x.shape[:-2]), x.shape[-2]
+    if stack > MOST_ROWS // BLOCK or rows > MOST_ROWS:
+        return Unavailable(
+            f"supports up to {MOST_ROWS // BLOCK} matrices of {MOST_ROWS} rows, got {stack} of {rows}: "
+            "use 'xla'"
+        )
+    return None
 
 
 def _quantize_matrix(
-    x: jax.Array, absmax: jax.Array, dtype: str, scope: str, *, straight: bool, transposed: bool
+    x: jax.Array,
+    absmax: jax.Array,
+    dtype: str,
+    scope: str,
+    *,
+    straight: bool,
+    transposed: bool,
+    stack: int = 1,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Quantizes the rows of x: values [m, n], transposed values [n, m], as far as requested, and scales.
+    """Quantizes the rows of x: values [m, n], transposed values [n, m], as far as requested, and scales;
+    for a stack its matrices one after the other.
 
     Args:
       x: [..., n].
@@ -229,24 +258,25 @@ def _quantize_matrix(
       scope: span of one scale: "row", "column" or "tensor".
       straight: whether to compute the values.
       transposed: whether to compute their transpose.
+      stack: number of matrices in x, each with one scale.
     """
     matrix = x.reshape(-1, x.shape[-1])
-    m, n = matrix.shape
+    m, n = matrix.shape[0] // stack, matrix.shape[1]
     return launcher.call(
         matrix,
         absmax.reshape(-1),
         kernel=_quantize_by_kernel,
         out_type=(
-            jax.ShapeDtypeStruct((m, n) if straight else (1,), dtype),
-            jax.ShapeDtypeStruct((n, m) if transposed else (1,), dtype),
-            jax.ShapeDtypeStruct((1 if scope == "tensor" else absmax.size,), jnp.float32),
+            jax.ShapeDtypeStruct((stack * m, n) if straight else (1,), dtype),
+            jax.ShapeDtypeStruct((stack * n, m) if transposed else (1,), dtype),
+            jax.ShapeDtypeStruct((stack if scope == "tensor" else absmax.size,), jnp.float32),
         ),
-        grid=(triton.cdiv(n, BLOCK), triton.cdiv(m, BLOCK)),
+        grid=(triton.cdiv(n, BLOCK), triton.cdiv(m, BLOCK), stack),
         num_warps=4,
         M=m,
         N=n,
         SCOPE=scope,
-        PARTS=absmax.size,
+        PARTS=absmax.size // stack,
         STRAIGHT=straight,
         TRANSPOSED=transposed,
         LARGEST=LARGEST[dtype],
@@ -260,6 +290,6 @@ def _quantize_matrix(
 WHY_NOT = {
     "quantize": why_not_quantize,
     "quantize_by": why_not_quantize_by,
-    "quantize_both": why_not_rows,
+    "quantize_both": why_not_quantize_both,
     "quantize_and_sum": chunks.why_not,
 }

@@ -1,7 +1,7 @@
 """Image-text data: sources of examples, batches, tokenized captions and preprocessed pixels."""
 
 from swjax.data.batches import loader
-from swjax.data.images import preprocess, random_resized_crop
+from swjax.data.images import Fitting, preprocess, random_resized_crop
 from swjax.data.mixture import Mixture
 from swjax.data.processes import LostProcess
 from swjax.data.skipping import BadData, log_to
@@ -10,6 +10,7 @@ from swjax.data.tokenizer import tokenize
 
 __all__ = [
     "BadData",
+    "Fitting",
     "LostProcess",
     "Mixture",
     "Source",

@@ -6,10 +6,12 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from numbers import Integral
+from typing import Any
 
 import numpy as np
 
 from swjax.data.examples import EvalExample, TrainExample
+from swjax.data.images import SHORTEST, Fitting
 from swjax.data.memory import Memory
 from swjax.data.processes import Processes
 from swjax.data.progress import Position, Progress
@@ -113,9 +115,9 @@ class TrainBatches(Batches):
         self._coming, self._assembled = None, iter(())
 
     @property
-    def skipped(self) -> int:
-        """The number of examples that this process has skipped in the run."""
-        return self._state.skipped
+    def progress(self) -> Progress:
+        """The progress of this process after the batches so far."""
+        return self._state
 
     def position(self, gather: Callable[[np.ndarray], np.ndarray] = lambda own: own[None]) -> dict:
         """Returns the position after the batches so far, JSON-serializable, for another loader to continue.
@@ -166,6 +168,7 @@ def loader(
     train: bool = True,
     context_length: int = 77,
     image_size: int = 224,
+    fitting: Fitting = SHORTEST,
     process_index: int = 0,
     process_count: int = 1,
     workers: int = 0,
@@ -194,6 +197,7 @@ def loader(
       train: whether to train or to evaluate, see above.
       context_length: tokens per caption.
       image_size: pixels, height = width.
+      fitting: how pictures of any shape become squares.
       process_index: index of this process, which takes every process_count-th example.
       process_count: number of processes that share the examples.
       workers: number of loader processes, at most one per core; 0 loads in threads. The processes are
@@ -232,6 +236,7 @@ def loader(
         start_step=start_step,
         seed=seed,
     )
+    arrays: dict[str, Any] = {**sizes, "fitting": fitting}
     workers = _bounded(workers)
     share = process_index, process_count
     skips = Skips(on_bad, max_bad_share, examples=-(-len(source) // process_count))
@@ -239,7 +244,7 @@ def loader(
     for note in getattr(source, "notes", ()) if train else ():
         logger.warning("%s", note)
     if not train:
-        rows = _evaluation(source, batch_size, share, **sizes)[start_step * batch_size :]
+        rows = _evaluation(source, batch_size, share, **arrays)[start_step * batch_size :]
         return Batches(_iterate(rows, batch_size, batch_size, workers), skips)
     whole = batch_size * process_count
     check_batch_size(whole, len(source))
@@ -250,7 +255,7 @@ def loader(
         state = Progress(len(source), process_count, start, batches=start_step)
     skips.read, skips.skipped = state.read, state.skipped
     shuffling = {"seed": seed, "shuffle": shuffle, "shards": shuffle_shards}
-    rows = _training(source, state, share, shuffling, **sizes)
+    rows = _training(source, state, share, shuffling, **arrays)
     chunks = _iterate(rows, min(batch_size, _CHUNK), batch_size, workers)
     return TrainBatches(chunks, skips, batch_size, state)
 
@@ -299,23 +304,23 @@ def _bounded(workers: int) -> int:
     return min(workers, cores)
 
 
-def _training(source: Source, state: Progress, share: tuple, shuffling: dict, **sizes: int):
+def _training(source: Source, state: Progress, share: tuple, shuffling: dict, **arrays: Any):
     """Returns this process's remaining examples as an endless Grain dataset."""
     from swjax.data.order import ProcessShare, order
 
     crops = np.random.SeedSequence([shuffling["seed"], _CROPS]).generate_state(1)[0]
-    examples = order(source, **shuffling).random_map(TrainExample(source, **sizes), seed=crops)
+    examples = order(source, **shuffling).random_map(TrainExample(source, **arrays), seed=crops)
     return ProcessShare(examples, state.base, *share)[state.taken :]
 
 
-def _evaluation(source: Source, batch_size: int, share: tuple, **sizes: int):
+def _evaluation(source: Source, batch_size: int, share: tuple, **arrays: Any):
     """Returns this process's examples as a Grain dataset, padded to whole batches."""
     import grain
 
     process_index, process_count = share
     whole = batch_size * process_count
     positions = grain.MapDataset.range(-(-len(source) // whole) * whole)
-    return positions[process_index::process_count].map(EvalExample(source, **sizes))
+    return positions[process_index::process_count].map(EvalExample(source, **arrays))
 
 
 def _iterate(rows, chunk: int, batch_size: int, workers: int) -> Iterator:

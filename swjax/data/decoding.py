@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from swjax.data.files import HEIF_REMEDY, has_heif
 from swjax.data.skipping import BadExample
 from swjax.packages import require
 
@@ -23,9 +24,11 @@ if TYPE_CHECKING:
     from PIL import Image
 
 MOST_PIXELS = 2**26  # limit per image, because a small file can decode to any size
-# Formats that are not read, by their first bytes, in which a dot is any byte.
+_HEIC = rb"....ftyp(heic|heix|heim|heis|hevc|hevx|mif1|msf1)"
+# Formats that are not read here, by their first bytes, in which a dot is any byte. Some builds of Pillow lack
+# AVIF or JPEG 2000.
 _OTHERS = {
-    rb"....ftyp(heic|heix|heim|heis|hevc|hevx|mif1|msf1)": "a HEIC picture",
+    _HEIC: "a HEIC picture",
     rb"....ftypavi[fs]": "an AVIF picture",
     rb"....jP  |\xff\x4f\xff\x51": "a JPEG 2000 picture",
     rb"....JXL |\xff\x0a": "a JPEG XL picture",
@@ -33,7 +36,8 @@ _OTHERS = {
     rb"\s*(<\?xml[^>]*>\s*)?(<!--.*?-->\s*)?<svg": "an SVG drawing",
     rb"%PDF": "a PDF document",
 }
-_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # Pillow could parse many more formats
+# Pillow could parse many more formats. pillow-heif adds HEIF.
+_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "HEIF")
 _START = 1024  # bytes that tell the format
 _ORIENTATION = 0x0112  # EXIF tag
 _PHOTOMETRIC = 0x0106  # TIFF tag; 0 means that level 0 is white
@@ -44,7 +48,7 @@ def decode(data: bytes) -> np.ndarray:
     """Decodes an image to 8-bit RGB, with the conversions of `rgb`.
 
     Args:
-      data: a JPEG, PNG, WebP, GIF, BMP or TIFF file.
+      data: a JPEG, PNG, WebP, GIF, BMP, TIFF, AVIF or JPEG 2000 file; with pillow-heif also HEIC.
 
     Returns:
       uint8 [h, w, 3].
@@ -73,7 +77,7 @@ def decode_with_pillow(data: bytes) -> np.ndarray:
     from PIL import Image, UnidentifiedImageError
 
     try:
-        with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
+        with Image.open(io.BytesIO(data), formats=_formats()) as image:
             _check_size(image.height, image.width)
             return rgb(image)
     except Image.DecompressionBombError:
@@ -83,8 +87,23 @@ def decode_with_pillow(data: bytes) -> np.ndarray:
     except UnidentifiedImageError:
         for start, name in _OTHERS.items():
             if re.match(start, data[:_START], re.DOTALL):
-                raise BadExample(f"{name}, which is not read: convert it to JPEG or PNG") from None
+                heic = start == _HEIC and not has_heif()
+                remedy = f"convert it to JPEG or PNG{', or ' + HEIF_REMEDY if heic else ''}"
+                raise BadExample(f"{name}, which is not read: {remedy}") from None
         raise BadExample(f"not an image: {len(data)} bytes that start with {data[:8]!r}") from None
+
+
+@functools.cache
+def _formats() -> tuple[str, ...]:
+    """The formats among `_FORMATS` that this Pillow knows."""
+    from PIL import Image
+
+    if has_heif():
+        import pillow_heif
+
+        pillow_heif.register_heif_opener()
+    Image.init()
+    return tuple(name for name in _FORMATS if name in Image.OPEN)
 
 
 def rgb(image: "Image.Image") -> np.ndarray:
@@ -174,12 +193,15 @@ def _check_size(height: int, width: int) -> None:
         raise BadExample(f"the image has {height} x {width} pixels; at most {MOST_PIXELS} are read")
 
 
-def resize(image: np.ndarray, height: int, width: int | None = None) -> np.ndarray:
-    """Resizes an image with an antialiased bicubic filter.
+def resize(
+    image: np.ndarray, height: int, width: int | None = None, interpolation: str = "bicubic"
+) -> np.ndarray:
+    """Resizes an image with an antialiased filter.
 
     Args:
       image: uint8 [h, w, 3].
       height, width: size of the result in pixels; the default width is the height.
+      interpolation: "bicubic" or "bilinear".
 
     Returns:
       uint8 [height, width, 3].
@@ -188,17 +210,20 @@ def resize(image: np.ndarray, height: int, width: int | None = None) -> np.ndarr
     if image.shape[:2] == (height, width):
         return image
     if not has_fast_resize():
-        return resize_with_pillow(image, height, width)
+        return resize_with_pillow(image, height, width, interpolation)
     import cykooz_resizer as fast
 
     if not hasattr(_local, "resizer"):  # a resizer is not thread-safe
         _local.resizer = fast.Resizer()
-        filter_type = fast.ResizeAlg.convolution(fast.FilterType.catmull_rom)
-        _local.options = fast.ResizeOptions(filter_type, use_alpha=False)
+        filters = {"bicubic": fast.FilterType.catmull_rom, "bilinear": fast.FilterType.bilinear}
+        _local.options = {
+            name: fast.ResizeOptions(fast.ResizeAlg.convolution(one), use_alpha=False)
+            for name, one in filters.items()
+        }
     kind = fast.PixelType.U8x3
     source = fast.ImageData(image.shape[1], image.shape[0], kind, image.tobytes())
     scaled = fast.ImageData(width, height, kind)
-    _local.resizer.resize(source, scaled, _local.options)
+    _local.resizer.resize(source, scaled, _local.options[interpolation])
     return np.frombuffer(scaled.get_buffer(), np.uint8).reshape(height, width, 3)
 
 
@@ -212,7 +237,9 @@ def has_fast_resize() -> bool:
     return True
 
 
-def resize_with_pillow(image: np.ndarray, height: int, width: int | None = None) -> np.ndarray:
+def resize_with_pillow(
+    image: np.ndarray, height: int, width: int | None = None, interpolation: str = "bicubic"
+) -> np.ndarray:
     """The reference implementation of `resize`. It also accepts opacity, which then weights the colors."""
     from PIL import Image
 
@@ -220,4 +247,4 @@ def resize_with_pillow(image: np.ndarray, height: int, width: int | None = None)
     if image.shape[:2] == (height, width):
         return image
     pixels = Image.fromarray(np.ascontiguousarray(image))
-    return np.asarray(pixels.resize((width, height), Image.Resampling.BICUBIC))
+    return np.asarray(pixels.resize((width, height), Image.Resampling[interpolation.upper()]))

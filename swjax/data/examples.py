@@ -1,11 +1,12 @@
 """Converts one example to the arrays of a batch, or to the reason why it is unusable."""
 
+import functools
 from collections.abc import Callable
 
 import numpy as np
 
 from swjax.data import decoding
-from swjax.data.images import fit, random_box
+from swjax.data.images import SHORTEST, Fitting, fit, random_fit
 from swjax.data.photographs import printable
 from swjax.data.skipping import BadExample
 from swjax.data.sources import Source
@@ -19,8 +20,10 @@ _REASON = f"S{_LONGEST_REASON}"
 class _Example:
     """Reads an example of a source and resizes its image."""
 
-    def __init__(self, source: Source, context_length: int, image_size: int):
-        self._source = source
+    def __init__(
+        self, source: Source, context_length: int, image_size: int, fitting: Fitting = SHORTEST
+    ):
+        self._source, self._fitting = source, fitting
         self._context_length, self._size = context_length, image_size
         self._kept: dict[int, dict] | None = None
         if not source.photographs and len(source) * image_size**2 * 4 <= _KEPT_BYTES:
@@ -36,12 +39,11 @@ class _Example:
         kinds.
         """
         try:
-            source = self._source
-            example = source.stored(index) if hasattr(source, "stored") else source[index]
-            image, scale = example["image"], decoding.resize_with_pillow
-            if isinstance(image, bytes):
-                image, scale = decoding.decode(image), decoding.resize
-            image = cut(image, self._size, scale)
+            example, image = look(self._source, index)
+            encoded = isinstance(example["image"], bytes)
+            image = cut(
+                image, self._size, decoding.resize if encoded else decoding.resize_with_pillow
+            )
             caption = choose_caption(example["captions"])
             return self._arrays(index, image, example["label"], caption)
         except Exception as error:
@@ -54,7 +56,7 @@ class _Example:
         if self._kept is not None and index in self._kept:
             return self._kept[index]
         example = self._source[index]
-        example = example | {"image": fit(example["image"], self._size)}
+        example = example | {"image": fit(example["image"], self._size, fitting=self._fitting)}
         if self._kept is not None:
             self._kept[index] = example
         return example
@@ -67,6 +69,22 @@ class _Example:
             "index": np.int64(index),
             "error": np.array(b"", _REASON),  # one dtype for all, so that they stack
         }
+
+
+def look(source: Source, index: int) -> tuple[dict, np.ndarray]:
+    """Reads an example as training does.
+
+    Returns:
+      The example, whose image may be the bytes of a file, and the pixels, uint8 [h, w, 3 or 4].
+
+    Raises:
+      Exception: whatever makes the example unusable.
+    """
+    example = source.stored(index) if hasattr(source, "stored") else source[index]
+    image = example["image"]
+    if not len(example["captions"]):
+        raise BadExample("there is no caption")
+    return example, decoding.decode(image) if isinstance(image, bytes) else image
 
 
 def reason(source: Source, index: int, error: Exception) -> str:
@@ -99,7 +117,7 @@ class TrainExample(_Example):
             return captions[rng.integers(len(captions))]
 
         def cut(image, size, resize):
-            return resize(image[random_box(image.shape[0], image.shape[1], rng)], size)
+            return random_fit(image, size, resize, rng, self._fitting)
 
         if self._source.photographs:
             return self._photograph(index, cut, choose)
@@ -115,7 +133,8 @@ class EvalExample(_Example):
         """Returns the arrays of an example, error as in training, and mask: False for padding at the end."""
         index = min(position, len(self._source) - 1)
         if self._source.photographs:
-            arrays = self._photograph(index, fit, lambda captions: captions[0])
+            cut = functools.partial(fit, fitting=self._fitting)
+            arrays = self._photograph(index, cut, lambda captions: captions[0])
         else:
             example = self._drawing(index)
             caption = example["captions"][0]

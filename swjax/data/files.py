@@ -3,6 +3,7 @@
 import errno
 import functools
 import glob
+import importlib.util
 import itertools
 import os
 import re
@@ -15,13 +16,13 @@ from typing import Any
 from swjax.packages import MissingPackage, require
 from swjax.safe_files import is_inside
 
-PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+HEIF_REMEDY = "pip install 'swjax[heif]' to read HEIC"
+_HEIC = (".heic", ".heif")
 # Endings of pictures that are not read, and the names of their formats.
 _UNREAD = {
-    ".heic": "HEIC", ".heif": "HEIC", ".avif": "AVIF", ".jp2": "JPEG 2000", ".j2k": "JPEG 2000",
-    ".jpx": "JPEG 2000", ".jxl": "JPEG XL", ".svg": "SVG", ".psd": "Photoshop", ".ico": "icon",
-    ".tga": "TGA", ".ppm": "PPM", ".pgm": "PPM", ".exr": "EXR", ".hdr": "HDR", ".dng": "raw",
-    ".cr2": "raw", ".cr3": "raw", ".nef": "raw", ".arw": "raw",
+    ".heic": "HEIC", ".heif": "HEIC", ".jpx": "JPEG 2000", ".jxl": "JPEG XL", ".svg": "SVG",
+    ".psd": "Photoshop", ".ico": "icon", ".tga": "TGA", ".ppm": "PPM", ".pgm": "PPM", ".exr": "EXR",
+    ".hdr": "HDR", ".dng": "raw", ".cr2": "raw", ".cr3": "raw", ".nef": "raw", ".arw": "raw",
 }  # fmt: skip
 # What fsspec needs for an address; no extra of swjax contains it.
 _PACKAGES = {
@@ -35,6 +36,19 @@ _OPEN_FILES = 256  # limit per process
 # What a fingerprint covers: number and bytes of the parts of a large file, sizes of files in a folder.
 _BLOCKS, _BLOCK, _SIZES = 256, 2**20, 20_000
 _BRACES = re.compile(r"\{([^{}]*)\}")
+
+
+@functools.cache
+def has_heif() -> bool:
+    """Whether pillow-heif is installed, which reads HEIC."""
+    return importlib.util.find_spec("pillow_heif") is not None
+
+
+# Endings of the pictures that are read.
+PICTURES = (
+    ".jpg", ".jpeg", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".jp2", ".j2k",
+    *(_HEIC if has_heif() else ()),
+)  # fmt: skip
 
 
 def expand(pattern: str) -> list[str]:
@@ -117,8 +131,8 @@ def belongs(path: str | Path, folder: str | Path) -> bool:
 def not_read(paths: Iterable[str]) -> str:
     """Returns a line that counts files by ending; "" for none.
 
-    >>> not_read(["a.HEIC", "b.heic", "LICENSE"])
-    '3 files are not read: 2 .heic, 1 without ending; convert HEIC pictures to JPEG or PNG'
+    >>> not_read(["a.JXL", "b.jxl", "LICENSE"])
+    '3 files are not read: 2 .jxl, 1 without ending; convert JPEG XL pictures to JPEG or PNG'
     """
     endings = Counter(os.path.splitext(path)[1].lower() for path in paths)
     if not endings:
@@ -127,7 +141,7 @@ def not_read(paths: Iterable[str]) -> str:
     more = f", and {len(endings) - _ENDINGS} other endings" if len(endings) > _ENDINGS else ""
     kinds = ", ".join(sorted({_UNREAD[ending] for ending in endings if ending in _UNREAD}))
     remedy = f"; convert {kinds} pictures to JPEG or PNG" if kinds else ""
-    remedy += "; rename .jfif to .jpg" if ".jfif" in endings else ""
+    remedy += f", or {HEIF_REMEDY}" if endings.keys() & set(_HEIC) else ""
     total = sum(endings.values())
     return f"{total} file{'s are' if total > 1 else ' is'} not read: {counts}{more}{remedy}"
 

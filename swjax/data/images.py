@@ -1,7 +1,10 @@
 """Prepares stored pixels for the image tower: resizes them on the host, normalizes them on the device."""
 
+import dataclasses
+import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +21,9 @@ _SCALE = (0.85, 1.05)  # range of a drawing's size in training; 1 fills the imag
 _ASPECT = 0.05  # largest change of the natural logarithm of height / width
 _SHIFT = 0.5  # largest shift, as a share of the margin around the drawing, and at least
 _SHIFT_AT_LEAST = 0.04  # share of the image
+_UNIT = (
+    2**16
+)  # side of the square in which a rectangle is chosen before it takes the picture's shape
 _CONTRAST = 0.1  # largest relative change of a channel's distance from white
 
 
@@ -82,34 +88,115 @@ def _augment(ink: jax.Array, key: jax.Array) -> jax.Array:
     return jnp.clip(jax.vmap(move)(ink, scale, shift) * contrast, 0.0, 1.0)
 
 
-def fit(
-    image: np.ndarray, size: int, resize: Callable[..., np.ndarray] = resize_with_pillow
-) -> np.ndarray:
-    """Resizes the shorter side to `size` with an antialiased bicubic filter, then crops the center.
+@dataclasses.dataclass(frozen=True)
+class Fitting:
+    """How a picture of any shape becomes a square, in the terms of open_clip's `preprocess_cfg`.
 
-    With Pillow the result equals Resize and CenterCrop of open_clip and torchvision in every pixel.
+    Attributes:
+      resize_mode: "shortest" scales the shorter side to the size and crops the center, "longest" scales the
+        longer side and adds a border, "squash" changes the shape of the picture.
+      interpolation: "bicubic", "bilinear", or "random": either of them in training, and bicubic otherwise.
+      fill_color: level of the border's red, green and blue, 0 to 255.
+    """
+
+    resize_mode: str = "shortest"
+    interpolation: str = "bicubic"
+    fill_color: int = 0
+
+    @classmethod
+    def of(cls, vision: Any) -> "Fitting":
+        """Reads the attributes of the same names, such as those of a `VisionConfig`."""
+        return cls(*(getattr(vision, field.name) for field in dataclasses.fields(cls)))
+
+
+SHORTEST = Fitting()
+
+
+def fit(
+    image: np.ndarray,
+    size: int,
+    resize: Callable[..., np.ndarray] = resize_with_pillow,
+    fitting: Fitting = SHORTEST,
+) -> np.ndarray:
+    """Fits a picture into a square with an antialiased filter.
+
+    With Pillow the result equals that of open_clip and torchvision in every pixel.
 
     Args:
       image: uint8 [h, w, 3 or 4].
       size: size of the result in pixels.
       resize: resizing function: `decoding.resize_with_pillow`, or the faster `decoding.resize`.
+      fitting: shape and filter; a border of drawings is transparent.
 
     Returns:
       uint8 [size, size, 3 or 4].
 
     Raises:
       BadExample: one side is so much longer than the other that the resized image would not fit in memory.
+
+    >>> wide = np.full((10, 20, 3), 255, np.uint8)
+    >>> fit(wide, 4, fitting=Fitting("longest"))[:, 0, 0].tolist()
+    [0, 255, 255, 0]
     """
     sides = image.shape[:2]
+    scale = functools.partial(
+        resize, interpolation="bilinear" if fitting.interpolation == "bilinear" else "bicubic"
+    )
+    if fitting.resize_mode == "squash":
+        return scale(image, size, size)
+    if fitting.resize_mode == "longest":
+        height, width = (max(1, round(side / (max(sides) / size))) for side in sides)
+        border = [((size - side) // 2, (size - side + 1) // 2) for side in (height, width)]
+        level = fitting.fill_color if image.shape[2] == 3 else 0
+        return np.pad(scale(image, height, width), (*border, (0, 0)), constant_values=level)
     height, width = (int(size * side / min(sides)) for side in sides)
     if height * width > MOST_PIXELS:
         raise BadExample(
             f"the image has {sides[0]} x {sides[1]} pixels; with a shorter side of {size} it would have more "
             f"than {MOST_PIXELS}: crop it"
         )
-    scaled = resize(image, height, width)
+    scaled = scale(image, height, width)
     top, left = round((height - size) / 2), round((width - size) / 2)
     return scaled[top : top + size, left : left + size]
+
+
+def random_fit(
+    image: np.ndarray,
+    size: int,
+    resize: Callable[..., np.ndarray],
+    rng: np.random.Generator,
+    fitting: Fitting = SHORTEST,
+) -> np.ndarray:
+    """Crops a random rectangle and fits it into a square, for training.
+
+    The rectangle has 90 % to 100 % of the picture's area. Its width / height is between 3/4 and 4/3 in mode
+    "shortest"; otherwise its shape differs from that of the picture by such a factor.
+
+    Args:
+      image, size, resize, fitting: see `fit`.
+      rng: generator of the rectangle, and of the filter.
+
+    Returns:
+      uint8 [size, size, 3 or 4].
+    """
+    height, width = image.shape[:2]
+    if fitting.resize_mode == "shortest":
+        box = random_box(height, width, rng)
+    else:
+        rows, columns = random_box(_UNIT, _UNIT, rng)
+        box = _scaled(rows, height), _scaled(columns, width)
+    if fitting.interpolation == "random":
+        either = "bilinear" if rng.random() < 0.5 else "bicubic"
+        fitting = dataclasses.replace(fitting, interpolation=either)
+    if fitting.resize_mode == "shortest":  # the rectangle is nearly a square
+        fitting = dataclasses.replace(fitting, resize_mode="squash")
+    return fit(image[box], size, resize, fitting)
+
+
+def _scaled(part: slice, side: int) -> slice:
+    """The same part of a side of another length, at least one pixel."""
+    start = part.start * side // _UNIT
+    return slice(start, max(start + 1, round(part.stop * side / _UNIT)))
 
 
 def random_resized_crop(

@@ -147,3 +147,46 @@ def feature_magnitude(outs: dict[str, dict]) -> dict[str, jax.Array]:
         for tower, out in outs.items()
         for name, value in out["blocks"].items()
     }
+
+
+def logit_sharpness(logits: jax.Array, labels: jax.Array, *, radius: float = 5e-4) -> jax.Array:
+    """How much a small error of the logits can raise the cross-entropy, in percent.
+
+    Each logit z moves by at most radius * (|z| + 1), and the result is 100 * (maximum - loss) / (1 + loss),
+    where the maximum is over this box. It is the sharpness of Keskar et al. (arXiv:1609.04836), taken over
+    logits as in "To FP8 and Back Again" (arXiv:2405.18710), which compares it between precisions. Both search
+    for the maximum. Cross-entropy falls in the label's logit and rises in all others, so the maximum is at
+    a known corner: the label's logit is least and the others are largest.
+
+    Args:
+      logits: [..., classes] of any float dtype; computed in float32.
+      labels: integers [...].
+      radius: size of the box, above 0.
+
+    Returns:
+      float32 [...], one value a label; NaN where the logits are not finite.
+
+    Raises:
+      ValueError: the shapes do not fit, or the radius is not positive.
+
+    >>> logits = jnp.array([[4.0, 0.0], [400.0, 0.0]])
+    >>> [f"{value:.2f}" for value in logit_sharpness(logits, jnp.array([0, 1]))]
+    ['0.01', '0.05']
+    """
+    if labels.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"labels must have the shape of logits without its last axis, {logits.shape[:-1]}, got "
+            f"{labels.shape}"
+        )
+    if not radius > 0:
+        raise ValueError(f"radius must be above 0, got {radius}")
+    z = logits.astype(jnp.float32)
+    is_label = jax.nn.one_hot(labels, z.shape[-1], dtype=jnp.bool_)
+    step = radius * (jnp.abs(z) + 1)
+    worst = z + jnp.where(is_label, -step, step)
+
+    def loss(z: jax.Array) -> jax.Array:
+        return jax.nn.logsumexp(z, axis=-1) - jnp.sum(jnp.where(is_label, z, 0), axis=-1)
+
+    before = loss(z)
+    return 100 * (loss(worst) - before) / (1 + before)

@@ -1,5 +1,6 @@
 """Applies the evaluation of a training run to saved weights."""
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from swjax import inference
+from swjax.data import Fitting
 from swjax.evaluators import embed
 from swjax.models import sharding
 from swjax.training import config as config_lib
@@ -71,6 +73,7 @@ def score(
         raise ConfigError(f"cannot score {str(workdir or weights)!r}: {reason}") from error
     config.data.image_size = model.cfg.vision.image_size
     config.data.context_length = model.cfg.text.context_length
+    config.model.vision.update(dataclasses.asdict(Fitting.of(model.cfg.vision)))
     for split in splits or ():
         if open_source(config, split) is None:
             raise ConfigError(

@@ -15,12 +15,13 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from swjax.data import files
+from swjax.data import Fitting, files
 from swjax.data.decoding import decode
 from swjax.data.examples import reason
 from swjax.evaluate.scoring import config_of
 from swjax.evaluators import ranking
 from swjax.inference.encoder import Encoder, load, pixels
+from swjax.models.config import VisionConfig
 from swjax.report import page
 from swjax.safe_files import mask_credentials, printable, write_atomically
 from swjax.training.faults.errors import ConfigError
@@ -142,7 +143,7 @@ def search(
       ValueError: no picture can be read.
     """
     numbers: list[int] = []
-    images = model.encode_image(_read(pictures, model.cfg.vision.image_size, numbers))
+    images = model.encode_image(_read(pictures, model.cfg.vision, numbers))
     if not numbers:
         raise ValueError("no picture can be read")
     count = min(count, len(numbers))
@@ -156,14 +157,14 @@ def search(
     ]
 
 
-def _read(pictures: Pictures, size: int, numbers: list[int]) -> Iterator[np.ndarray]:
+def _read(pictures: Pictures, vision: VisionConfig, numbers: list[int]) -> Iterator[np.ndarray]:
     """Yields the readable pictures in order and appends their numbers; shows progress on a terminal."""
     live = sys.stderr.isatty()
     for index in range(len(pictures)):
         if live and (index % 100 == 0 or index == len(pictures) - 1):
             print(f"\rreading {index + 1} of {len(pictures)}", end="", file=sys.stderr)
         try:
-            picture = pixels(pictures.image(index), size)
+            picture = pixels(pictures.image(index), vision.image_size, Fitting.of(vision))
         except Exception as error:  # Pillow raises errors of many types for damaged files
             skipped = printable(pictures.reason(index, error))
             print(f"swjax search: skipped {skipped}", file=sys.stderr)

@@ -14,6 +14,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from swjax import data
+from swjax.data.images import SHORTEST
 from swjax.data.tokenizer import VOCABULARY_SIZE
 from swjax.models import sharding
 from swjax.models.sharding import Share
@@ -103,6 +104,7 @@ def images(
     batch_size: int,
     context_length: int,
     image_size: int,
+    fitting: data.Fitting = SHORTEST,
     share: Share = ALONE,
     count: int = 0,
     what: str = "",
@@ -117,6 +119,7 @@ def images(
       source: the data set, see `swjax.data.source`.
       batch_size: images per batch, over all processes.
       context_length, image_size: tokens per text and height = width in pixels, as in training.
+      fitting: how pictures become squares, as in training.
       share: this process's share of each batch.
       count: number of images whose pixels are kept, evenly spaced over the source.
       what: the set, for the beginning of errors.
@@ -136,6 +139,7 @@ def images(
         train=False,
         context_length=context_length,
         image_size=image_size,
+        fitting=fitting,
         process_index=share.index,
         process_count=share.count,
         on_bad=on_bad,

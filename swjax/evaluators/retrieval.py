@@ -9,6 +9,7 @@ import numpy as np
 
 from swjax import data
 from swjax.data.examples import EvalExample
+from swjax.data.images import SHORTEST
 from swjax.evaluators import embed
 from swjax.evaluators.ranking import chance, ranks, recall, top
 from swjax.evaluators.zeroshot import Prediction
@@ -44,6 +45,7 @@ class Retrieval:
       source: labelled images with `captions(label)`, see `swjax.data.source`.
       batch_size: images, and captions, per batch, over all processes.
       context_length, image_size: tokens per text and height = width in pixels, as in training.
+      fitting: how pictures become squares, as in training.
       share: this process's share of each batch, see `swjax.models.sharding.batch_share`.
       captions_per_image: largest number of captions per image; None uses all.
       name: name of the set, the prefix of the scores.
@@ -62,6 +64,7 @@ class Retrieval:
         batch_size: int,
         context_length: int,
         image_size: int,
+        fitting: data.Fitting = SHORTEST,
         share: Share = embed.ALONE,
         captions_per_image: int | None = None,
         on_bad: str = "skip",
@@ -76,13 +79,14 @@ class Retrieval:
         }
         reading: dict[str, Any] = {
             "image_size": image_size,
+            "fitting": fitting,
             "on_bad": on_bad,
             "max_bad_share": max_bad_share,
         }
         self._images: Callable[..., embed.Images] = functools.partial(
             embed.images, predict, source=source, what=f"split {name!r}", **reading, **self._sizes
         )
-        self._example = EvalExample(source, context_length, image_size)
+        self._example = EvalExample(source, context_length, image_size, fitting)
         self._captions_per_image = captions_per_image
 
     def images(self, params: Any, *, count: int = 0) -> embed.Images:

@@ -10,6 +10,7 @@ import numpy as np
 
 from swjax import data
 from swjax.data import imagenet
+from swjax.data.images import SHORTEST
 from swjax.evaluators import embed
 from swjax.evaluators.ranking import chance, ranks, recall, top
 from swjax.models.sharding import Share
@@ -49,6 +50,7 @@ class ZeroShot:
       templates: prompts with "{}" for the name.
       batch_size: images, and prompts, per batch, over all processes.
       context_length, image_size: tokens per text and height = width in pixels, as in training.
+      fitting: how pictures become squares, as in training.
       share: this process's share of each batch, see `swjax.models.sharding.batch_share`.
       name: name of the set, for the names of the scores.
       on_bad, max_bad_share: see `swjax.data.skipping.Skips`.
@@ -70,6 +72,7 @@ class ZeroShot:
         batch_size: int,
         context_length: int,
         image_size: int,
+        fitting: data.Fitting = SHORTEST,
         share: Share = embed.ALONE,
         name: str,
         on_bad: str = "skip",
@@ -86,6 +89,7 @@ class ZeroShot:
         }
         reading: dict[str, Any] = {
             "image_size": image_size,
+            "fitting": fitting,
             "on_bad": on_bad,
             "max_bad_share": max_bad_share,
         }

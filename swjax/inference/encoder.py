@@ -17,8 +17,9 @@ from flax import nnx
 
 from swjax import data, evaluators, interop, serving
 from swjax.data import decoding
-from swjax.data.images import fit
+from swjax.data.images import SHORTEST, fit
 from swjax.evaluators import embed, zeroshot
+from swjax.interop.weight_files import is_safetensors
 from swjax.models import clip
 from swjax.models.config import TextConfig, VisionConfig
 from swjax.packages import require
@@ -74,9 +75,10 @@ class Encoder:
           images: n images, see `pixels`; files are read batch by batch. One image is a batch of one.
         """
         images = iter([images] if _is_one_image(images) else images)
+        size, fitting = self.cfg.vision.image_size, data.Fitting.of(self.cfg.vision)
         parts = [np.zeros((0, self.cfg.embed_dim), np.float32)]
         while part := list(islice(images, self.batch_size)):
-            batch = np.stack([pixels(image, self.cfg.vision.image_size) for image in part])
+            batch = np.stack([pixels(image, size, fitting) for image in part])
             batch = np.pad(batch, ((0, self._padded(len(part)) - len(part)), *[(0, 0)] * 3))
             embedded = self._predict(self._params, {"image": batch})["image"]
             parts.append(np.asarray(embedded)[: len(part)])
@@ -188,7 +190,7 @@ def load(
     path = Path(path)
     templates = TEMPLATES
     is_run = (path / "checkpoints").is_dir()
-    saved = serving.read_metadata(path) if path.is_file() and path.suffix != ".npz" else None
+    saved = serving.read_metadata(path) if path.is_file() and is_safetensors(path) else None
     if saved is not None and "config" not in saved:
         raise ValueError(
             f"{path} is a file by swjax.serving.save, which does not describe the model: build the model and "
@@ -375,18 +377,18 @@ def export(
     save(folder / "model.safetensors", encoder)
 
 
-def pixels(image: Any, size: int) -> np.ndarray:
+def pixels(image: Any, size: int, fitting: data.Fitting = SHORTEST) -> np.ndarray:
     """Converts an image to uint8 [size, size, 3]: open_clip's pixels before normalization.
 
     `swjax.data.decoding.rgb` decodes it as in training: transparent pixels become white, while open_clip
-    uses the color that they hide. Then the shorter side is scaled to `size`, with bicubic antialiased
-    interpolation, and the center is cropped. Models whose open_clip config has `resize_mode="squash"`, and
-    SigLIP's published weights, expect the whole image, scaled to a square: pass a square image to them.
+    uses the color that they hide. Then the image is fitted into a square with an antialiased filter.
 
     Args:
       image: a JPEG, PNG, WebP, GIF, BMP or TIFF file, as its path, its bytes or a binary file object
         such as `io.BytesIO`; a `PIL.Image.Image`; or a NumPy or JAX array, uint8 [h, w, 3 or 4].
       size: height and width of the result.
+      fitting: how an image of any shape becomes a square: `swjax.data.Fitting.of(cfg.vision)` for a model; by
+        default its shorter side is scaled and its center is cropped.
 
     Raises:
       OSError: the file cannot be read or is truncated.
@@ -404,7 +406,7 @@ def pixels(image: Any, size: int) -> np.ndarray:
         image = image.read()
     if isinstance(image, bytes | bytearray | memoryview):
         try:
-            return fit(decoding.decode_with_pillow(bytes(image)), size)
+            return fit(decoding.decode_with_pillow(bytes(image)), size, fitting=fitting)
         except Exception as error:  # Pillow raises errors of many types for damaged files
             kind = OSError if isinstance(error, OSError) else ValueError
             raise kind(f"{name}{error}") from error
@@ -427,4 +429,4 @@ def pixels(image: Any, size: int) -> np.ndarray:
             f"an image must be a path, bytes, a binary file, a PIL image or a uint8 array "
             f"[h, w, 3 or 4], got {type(image).__name__}"
         )
-    return fit(decoding.rgb(image), size)
+    return fit(decoding.rgb(image), size, fitting=fitting)

@@ -106,12 +106,17 @@ def write(path: Path, parameters: Mapping[str, np.ndarray], cfg: CLIPConfig) -> 
       cfg: the model configuration.
 
     Raises:
-      ValueError: the model is not a SigLIP, or has another GELU than big_vision.
+      ValueError: the model is not a SigLIP, or has another GELU or fits pictures otherwise than big_vision.
     """
     if not cfg.siglip or cfg.gelu != "tanh":
         raise ValueError(
             f"big_vision's layout needs architecture='siglip' with gelu='tanh', got {cfg.architecture!r} "
             f"and {cfg.gelu!r}"
+        )
+    if cfg.vision.resize_mode != "squash":
+        raise ValueError(
+            f"big_vision's layout needs vision.resize_mode='squash', because it does not record another, got "
+            f"{cfg.vision.resize_mode!r}: set it, or use layout='siglip'"
         )
     held = {}
     for ours, theirs in _names():

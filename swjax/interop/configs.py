@@ -4,12 +4,19 @@ Weights alone determine neither the number of attention heads nor the kind of GE
 setting that `swjax.models` does not support, because ignoring it would change the model's output.
 """
 
+import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from swjax.data.images import MEAN, STD
-from swjax.models.config import CLIPConfig, TextConfig, VisionConfig
+from swjax.data.images import MEAN, SHORTEST, STD, Fitting
+from swjax.models.config import (
+    INTERPOLATIONS,
+    RESIZE_MODES,
+    CLIPConfig,
+    TextConfig,
+    VisionConfig,
+)
 
 _PREPARE = "prepare the images yourself, and pass this model's configuration as cfg"
 # The largest sizes that a file may have, so that a malformed one is refused at once; by the libraries' keys.
@@ -80,7 +87,6 @@ def from_open_clip(file: Mapping) -> CLIPConfig:
     _check_sizes("model_cfg", model)
     _check_sizes("vision_cfg", vision)
     _check_sizes("text_cfg", text)
-    _check_preprocessing(file.get("preprocess_cfg", {}), vision["image_size"])
     _need("text_cfg.ls_init_value", text["ls_init_value"], vision["ls_init_value"])
     return CLIPConfig(
         vision=VisionConfig(
@@ -100,45 +106,137 @@ def from_open_clip(file: Mapping) -> CLIPConfig:
     )
 
 
-def _check_preprocessing(given: Mapping, size: int) -> None:
-    """Raises a ValueError if images are prepared in another way than by `swjax.inference.pixels`."""
-    for key, values in (("mean", MEAN), ("std", STD)):
-        _need(f"preprocess_cfg.{key}", tuple(given.get(key, values)), values)
-    ours = {"resize_mode": "shortest", "interpolation": "bicubic", "mode": "RGB"}
-    for key, only in ours.items():
-        if (value := given.get(key) or only) != only:
-            raise ValueError(
-                f"preprocess_cfg.{key} must be {only!r}, as swjax resizes images, got {value!r:.80}: "
-                f"{_PREPARE}"
-            )
-    if (value := given.get("size") or size) not in (size, [size, size]):
-        raise ValueError(f"preprocess_cfg.size must be {size}, got {value!r:.80}: {_PREPARE}")
-    # Padding has a color only with resize_mode="longest".
-    _refuse("preprocess_cfg", given, {"mean", "std", "size", "fill_color", *ours}, {})
+class Preparation(NamedTuple):
+    """How a library prepares a model's pictures.
+
+    Attributes:
+      mean, std: normalization of red, green and blue.
+      fitting: how pictures become squares.
+    """
+
+    mean: tuple[float, ...] = MEAN
+    std: tuple[float, ...] = STD
+    fitting: Fitting = SHORTEST
+
+    def applied_to(self, cfg: CLIPConfig) -> CLIPConfig:
+        """Returns a model configuration with this fitting."""
+        fitted = dataclasses.replace(cfg.vision, **dataclasses.asdict(self.fitting))
+        return dataclasses.replace(cfg, vision=fitted)
 
 
-def check_image_processor(file: Mapping) -> None:
-    """Checks the preprocessor_config.json next to Hugging Face's weights of a CLIP.
+SIGLIP = Preparation((0.5, 0.5, 0.5), (0.5, 0.5, 0.5), Fitting("squash"))
+
+
+def open_clip_preparation(file: Mapping) -> Preparation:
+    """Reads how pictures are prepared from an open_clip_config.json.
 
     Raises:
-      ValueError: images are prepared in another way than by `swjax.inference.pixels`.
+      ValueError: a setting is not known.
     """
-    size = file.get("size", 224)
-    found = {
-        "do_resize": file.get("do_resize", True),
-        "do_center_crop": file.get("do_center_crop", True),
-        "resample": file.get("resample", 3),  # Pillow's number of the bicubic filter
-        "image_mean": tuple(file.get("image_mean", MEAN)),
-        "image_std": tuple(file.get("image_std", STD)),
-        "size": ["shortest_edge"] if isinstance(size, int) else list(size),
+    given = {
+        key: value for key, value in file.get("preprocess_cfg", {}).items() if value is not None
     }
-    ours = {"do_resize": True, "do_center_crop": True, "resample": 3, "image_mean": MEAN, "image_std": STD,
-            "size": ["shortest_edge"]}  # fmt: skip
-    for key, only in ours.items():
-        if found[key] != only:
+    size = (_OPEN_CLIP_VISION | file.get("model_cfg", file)["vision_cfg"])["image_size"]
+    if given.get("size", size) not in (size, [size], [size, size]):
+        raise ValueError(
+            f"preprocess_cfg.size must be {size}, got {given['size']!r:.80}: {_PREPARE}"
+        )
+    if given.get("mode", "RGB") != "RGB":
+        raise ValueError(
+            f"preprocess_cfg.mode must be 'RGB', got {given['mode']!r:.80}: {_PREPARE}"
+        )
+    kinds = {"resize_mode": RESIZE_MODES, "interpolation": INTERPOLATIONS}
+    for key, known in kinds.items():
+        if key in given and given[key] not in known:
             raise ValueError(
-                f"{key} must be {only!r}, as swjax prepares images, got {found[key]!r:.80}: {_PREPARE}"
+                f"preprocess_cfg.{key} must be one of {', '.join(known)}, got {given[key]!r:.80}: {_PREPARE}"
             )
+    fitted = {key: given[key] for key in (*kinds, "fill_color") if key in given}
+    _refuse("preprocess_cfg", given, {"mean", "std", "size", "mode", *fitted}, {})
+    mean, std = (
+        _colors(f"preprocess_cfg.{key}", given.get(key, default))
+        for key, default in (("mean", MEAN), ("std", STD))
+    )
+    return Preparation(mean, std, Fitting(**fitted))
+
+
+def _colors(key: str, value: Any) -> tuple[float, ...]:
+    """Reads a number for each of red, green and blue, or one for all."""
+    numbers = value if isinstance(value, list | tuple) else [value] * 3
+    least = 0.0 if key.endswith("mean") else 1e-6
+    usable = all(type(x) in (int, float) and least <= x < math.inf for x in numbers)
+    if len(numbers) != 3 or not usable:
+        raise ValueError(f"{key} must be three numbers from {least:g} on, got {value!r:.80}")
+    return tuple(float(x) for x in numbers)
+
+
+def hugging_face_preparation(file: Mapping, cfg: CLIPConfig) -> Preparation:
+    """Reads how pictures are prepared from the preprocessor_config.json next to Hugging Face's weights.
+
+    Args:
+      file: the file's contents; {} if there is none.
+      cfg: the model configuration.
+
+    Raises:
+      ValueError: a setting is not known.
+    """
+    usual = SIGLIP if cfg.siglip else Preparation()
+    side = cfg.vision.image_size
+    for key in ("do_resize", "do_rescale", "do_normalize"):
+        if file.get(key, True) is not True:
+            raise ValueError(f"{key} must be True, got {file[key]!r:.80}: {_PREPARE}")
+    size = file.get("size")
+    crops = file.get("do_center_crop", not cfg.siglip)
+    kind, sides = "squash" if cfg.siglip else "shortest", [side]
+    if isinstance(size, int):
+        sides = [size]
+    elif isinstance(size, Mapping):
+        kind = {("shortest_edge",): "shortest", ("height", "width"): "squash"}.get(
+            tuple(sorted(size)), ""
+        )
+        sides = list(size.values())
+    if crops:
+        cut = file.get("crop_size", side)
+        sides += list(cut.values()) if isinstance(cut, Mapping) else [cut]
+    if not kind or (kind == "shortest" and not crops) or any(each != side for each in sides):
+        raise ValueError(
+            f"size must be the shortest edge with a center crop, or height and width, all {side}, got "
+            f"size={size!r:.80}, crop_size={file.get('crop_size')!r:.80}, do_center_crop={crops}: {_PREPARE}"
+        )
+    filters = {3: "bicubic", 2: "bilinear"}  # Pillow's numbers
+    if (number := file.get("resample", 3)) not in filters:
+        raise ValueError(f"resample must be 3 or 2, got {number!r:.80}: {_PREPARE}")
+    mean = _colors("image_mean", file.get("image_mean", usual.mean))
+    std = _colors("image_std", file.get("image_std", usual.std))
+    return Preparation(mean, std, Fitting(kind, filters[number]))
+
+
+def to_image_processor(cfg: CLIPConfig) -> dict:
+    """Converts a model configuration to a preprocessor_config.json of Hugging Face.
+
+    Raises:
+      ValueError: Hugging Face has no such way to fit pictures into a square.
+    """
+    vision, kind = cfg.vision, "Siglip" if cfg.siglip else "CLIP"
+    if vision.resize_mode == "longest":
+        raise ValueError(
+            "Hugging Face's image processors have no resize_mode='longest': use layout='open_clip'"
+        )
+    usual = SIGLIP if cfg.siglip else Preparation()
+    square = {"height": vision.image_size, "width": vision.image_size}
+    cropped = vision.resize_mode == "shortest"
+    return {
+        "image_processor_type": f"{kind}ImageProcessor",
+        "do_resize": True,
+        "size": {"shortest_edge": vision.image_size} if cropped else square,
+        "do_center_crop": cropped,
+        "crop_size": square,
+        "resample": 2 if vision.interpolation == "bilinear" else 3,
+        "do_rescale": True,
+        "do_normalize": True,
+        "image_mean": list(usual.mean),
+        "image_std": list(usual.std),
+    }
 
 
 def _check_sizes(section: str, given: Mapping) -> None:
@@ -192,7 +290,8 @@ def to_open_clip(cfg: CLIPConfig) -> dict:
     }
     if cfg.init_logit_bias is not None:
         model["init_logit_bias"] = cfg.init_logit_bias
-    return {"model_cfg": model, "preprocess_cfg": {"mean": MEAN, "std": STD}}
+    prepared = {"mean": MEAN, "std": STD} | dataclasses.asdict(Fitting.of(vision))
+    return {"model_cfg": model, "preprocess_cfg": prepared}
 
 
 def from_hugging_face(file: Mapping) -> CLIPConfig:

@@ -1,5 +1,6 @@
-"""Reads and writes safetensors files of CLIP models; checks every tensor before reading any."""
+"""Reads weights of CLIP models, and writes safetensors; checks every tensor before reading any."""
 
+import functools
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 from flax import nnx, traverse_util
 
 from swjax.data import files
-from swjax.interop import big_vision, configs
+from swjax.interop import big_vision, configs, weight_files
 from swjax.interop.layouts import LAYOUTS, WeightFormat, for_our_images, for_their_images, tensors
 from swjax.models import clip
 from swjax.safe_files import parse_json, write_atomically
@@ -22,7 +23,7 @@ _READERS = {"open_clip": configs.from_open_clip, "huggingface": configs.from_hug
             "siglip": configs.from_siglip}  # fmt: skip
 _WRITERS = {"open_clip": configs.to_open_clip, "huggingface": configs.to_hugging_face,
             "siglip": configs.to_siglip}  # fmt: skip
-SIGLIP = LAYOUTS["siglip"]
+_PROCESSOR = "preprocessor_config.json"  # how Hugging Face prepares pictures
 _LARGEST_CONFIG = 2**24  # bytes
 _EXACT = ("F32", "F16", "BF16")  # dtypes that convert to float32 exactly
 
@@ -32,12 +33,14 @@ class NoConfig(ValueError):
 
 
 def load(path: str | Path, cfg: clip.CLIPConfig | None = None, **options: Any) -> clip.CLIP:
-    """Loads a CLIP model from safetensors in the layout of open_clip, OpenAI or Hugging Face.
+    """Loads a CLIP model from weights in the layout of open_clip, OpenAI or Hugging Face.
 
-    The tensor names determine the layout. 16-bit values are converted to float32.
+    The tensor names determine the layout. 16-bit values are converted to float32. Files of PyTorch, also
+    OpenAI's in TorchScript, are read without running their pickle.
 
     Args:
-      path: a file, or a folder that open_clip or Hugging Face wrote.
+      path: a safetensors file, a file of `torch.save` (.bin, .pt), the index of either's shards, or a folder
+        that open_clip or Hugging Face wrote.
       cfg: the model configuration; None reads the config file next to the weights, and sets float32 without
         quantization, as in those libraries.
       **options: fields of the configuration to replace, such as recipe="switchback".
@@ -46,7 +49,7 @@ def load(path: str | Path, cfg: clip.CLIPConfig | None = None, **options: Any) -
       The model, with float32 parameters on the default device.
 
     Raises:
-      FileNotFoundError: the file does not exist, or the folder has no safetensors.
+      FileNotFoundError: the file or a shard does not exist, or the folder has no weights.
       ModuleNotFoundError: safetensors is not installed.
       ValueError: the config is missing or describes another kind of model, or a tensor is missing,
         unexpected, or has another shape or dtype, or does not fit `options`. The one-line message names it.
@@ -65,6 +68,23 @@ def load(path: str | Path, cfg: clip.CLIPConfig | None = None, **options: Any) -
     values = traverse_util.unflatten_dict(parameters, sep="/")
     nnx.replace_by_pure_dict(state, jax.tree.map(jnp.asarray, values))
     return nnx.merge(graph, state)
+
+
+def configuration(path: str | Path) -> clip.CLIPConfig:
+    """Reads the configuration of a model from the file next to its weights, and no array of safetensors.
+
+    Args:
+      path: see `load`.
+
+    Raises:
+      FileNotFoundError, ModuleNotFoundError, ValueError: see `load`.
+      NoConfig: the weights have no such file.
+    """
+    if Path(path).suffix == ".npz":
+        return configs.SIGLIP.applied_to(big_vision.read(Path(path))[0])
+    file = weight_files.find(Path(path))
+    with weight_files.open_weights(file) as opened:
+        return _read_config(file, _layout_of(file, opened.keys()))[0]
 
 
 def read(
@@ -86,13 +106,15 @@ def read(
         if cfg is not None:
             _check_heads(path, described, cfg)
         _check_fit(path, parameters, _flat(nnx.state(_abstract(cfg or described))))
-        return cfg or described, for_our_images(parameters, SIGLIP.mean, SIGLIP.std)
-    path = _weights_file(Path(path))
-    with tensor_files.open_file(path) as file:
+        cfg = cfg or configs.SIGLIP.applied_to(described)
+        return cfg, for_our_images(parameters, configs.SIGLIP.mean, configs.SIGLIP.std)
+    path = weight_files.find(Path(path))
+    with weight_files.open_weights(path) as file:
         found = {name: file.get_slice(name) for name in file.keys()}
         layout = _layout_of(path, found)
+        prepared = configs.SIGLIP if layout == "siglip" else configs.Preparation()
         if cfg is None:
-            cfg = _read_config(path, layout)
+            cfg, prepared = _read_config(path, layout)
         state = nnx.state(_abstract(cfg))
         shapes = {name: leaf.shape for name, leaf in _flat(state).items()}
         expected = list(tensors(LAYOUTS[layout], shapes))
@@ -100,9 +122,7 @@ def read(
         parameters = {name: np.empty(shape, np.float32) for name, shape in shapes.items()}
         for tensor in expected:
             tensor.unpack(file.get_tensor(tensor.name), parameters)
-    if cfg.siglip:
-        parameters = for_our_images(parameters, SIGLIP.mean, SIGLIP.std)
-    return cfg, parameters
+    return cfg, for_our_images(parameters, prepared.mean, prepared.std)
 
 
 def save(folder: str | Path, model: clip.CLIP, layout: str = "open_clip") -> None:
@@ -133,18 +153,21 @@ def save(folder: str | Path, model: clip.CLIP, layout: str = "open_clip") -> Non
     parameters = jax.tree.map(np.asarray, _flat(nnx.state(model, nnx.Param)))
     folder = Path(folder)
     if model.cfg.siglip:
-        parameters = for_their_images(parameters, SIGLIP.mean, SIGLIP.std)
+        parameters = for_their_images(parameters, configs.SIGLIP.mean, configs.SIGLIP.std)
     if layout == "big_vision":
         big_vision.write(folder / "model.npz", parameters, model.cfg)
         return
     shapes = {name: value.shape for name, value in parameters.items()}
     packed = {t.name: t.pack(parameters) for t in tensors(LAYOUTS[layout], shapes)}
     names = LAYOUTS[layout]
+    processor = None if layout == "open_clip" else configs.to_image_processor(model.cfg)
     folder.mkdir(parents=True, exist_ok=True)
     # transformers rejects files without this format entry.
     tensor_files.write(folder / names.weights, packed, {"format": "pt"})
     config = json.dumps(_WRITERS[layout](model.cfg), indent=2)
     write_atomically(folder / names.config, config + "\n")
+    if processor:
+        write_atomically(folder / _PROCESSOR, json.dumps(processor, indent=2) + "\n")
 
 
 def _abstract(cfg: clip.CLIPConfig) -> clip.CLIP:
@@ -156,29 +179,12 @@ def _flat(tree) -> dict:
     return traverse_util.flatten_dict(nnx.to_pure_dict(tree), sep="/")
 
 
-def _weights_file(path: Path) -> Path:
-    """The safetensors file at a path or in a folder."""
-    if path.is_file():
-        return path
-    if not path.is_dir():
-        raise FileNotFoundError(f"{path} does not exist: give a safetensors file or its folder")
-    for layout in LAYOUTS.values():
-        if (path / layout.weights).is_file():
-            return path / layout.weights
-    names = " nor ".join(dict.fromkeys(layout.weights for layout in LAYOUTS.values()))
-    there = ", ".join(sorted(file.name for file in path.iterdir())[:8]) or "nothing"
-    raise FileNotFoundError(
-        f"{path} holds neither {names}, only {there}: give the file itself, or save pickled "
-        f"weights (.bin, .pt), which swjax does not read, as safetensors with their library"
-    )
-
-
 def _layout_of(path: Path, names: Iterable[str]) -> str:
     # Hugging Face's two layouts share most names.
     for name in ("siglip", "open_clip", "huggingface"):
         if LAYOUTS[name].marker in names:
             return name
-    if read_metadata(path) is not None:
+    if weight_files.is_safetensors(path) and read_metadata(path) is not None:
         raise ValueError(
             f"{path} was saved by swjax, not by another library: give what it was "
             "saved from, such as a run's workdir, or convert its model by swjax.interop.save"
@@ -190,8 +196,8 @@ def _layout_of(path: Path, names: Iterable[str]) -> str:
     )
 
 
-def _read_config(path: Path, layout: str) -> clip.CLIPConfig:
-    """Reads the configuration from the file next to the weights."""
+def _read_config(path: Path, layout: str) -> tuple[clip.CLIPConfig, configs.Preparation]:
+    """Reads the configuration, and how pictures are prepared, from the files next to the weights."""
     file = path.parent / LAYOUTS[layout].config
     if not file.is_file():
         raise NoConfig(
@@ -199,10 +205,14 @@ def _read_config(path: Path, layout: str) -> clip.CLIPConfig:
             f'in cfg=clip.config("vit_b32", gelu="quick", recipe="standard", dtype="float32")'
         )
     described = _parse(file, _READERS[layout])
-    images = path.parent / "preprocessor_config.json"
-    if layout == "huggingface" and images.is_file():
-        _parse(images, configs.check_image_processor)
-    return clip.config(described, recipe="standard", dtype="float32")
+    if layout == "open_clip":
+        prepared = _parse(file, configs.open_clip_preparation)
+    else:
+        read = functools.partial(configs.hugging_face_preparation, cfg=described)
+        processor = path.parent / _PROCESSOR
+        prepared = _parse(processor, read) if processor.is_file() else read({})
+    fitted = _parse(file, lambda _: prepared.applied_to(described))
+    return clip.config(fitted, recipe="standard", dtype="float32"), prepared
 
 
 def _parse(file: Path, read: Callable[[Any], Any]) -> Any:

@@ -25,7 +25,6 @@ class WeightFormat:
       marker: a tensor name that only this layout has.
       buffers: tensors in some files that are not parameters.
       scalars: the shape of stored scalars.
-      mean, std: normalization of red, green and blue in the models' input images.
     """
 
     weights: str
@@ -34,8 +33,6 @@ class WeightFormat:
     marker: str
     buffers: frozenset[str]
     scalars: tuple[int, ...] = ()
-    mean: tuple[float, ...] = MEAN
-    std: tuple[float, ...] = STD
 
 
 def _both(theirs: str, ours: str, weight: str) -> dict[str, str]:
@@ -153,8 +150,6 @@ LAYOUTS = {
             ("vision_model.embeddings.position_ids", "text_model.embeddings.position_ids")
         ),
         scalars=(1,),
-        mean=(0.5, 0.5, 0.5),
-        std=(0.5, 0.5, 0.5),
     ),
 }
 
@@ -232,30 +227,23 @@ def for_their_images(
     """Converts parameters to models whose images are normalized by another mean and std than `MEAN`, `STD`.
 
     The patch embedding absorbs the difference, ``(p - mean) / std = a (p - MEAN) / STD + b`` for each color,
-    so the output of the model is unchanged. The patch embedding needs a bias.
+    so the output of the model is unchanged. If the patch embedding has no bias, the constant part is added to
+    the position embeddings of the patches.
 
     Args:
       parameters: {path: array}.
       mean, std: normalization of the images for the converted model.
     """
     a, b = _affine(mean, std)
-    kernel = parameters["vision/patch_embed/kernel"].astype(np.float64)
-    bias = parameters["vision/patch_embed/bias"].astype(np.float64)
     # From STD x + MEAN = std y + mean: the kernel receives y instead of x = y / a - b / a.
-    kernel = kernel / a[:, None]
-    bias = bias - np.einsum("hwcd,c->d", kernel, b)
-    return dict(parameters) | _patch_embedding(kernel, bias)
+    return _renormalized(parameters, 1 / a, -b / a)
 
 
 def for_our_images(
     parameters: Mapping[str, np.ndarray], mean: Iterable[float], std: Iterable[float]
 ) -> dict[str, np.ndarray]:
     """Inverts `for_their_images`: converts parameters to images normalized by `MEAN` and `STD`."""
-    a, b = _affine(mean, std)
-    kernel = parameters["vision/patch_embed/kernel"].astype(np.float64)
-    bias = parameters["vision/patch_embed/bias"].astype(np.float64)
-    bias = bias + np.einsum("hwcd,c->d", kernel, b)
-    return dict(parameters) | _patch_embedding(kernel * a[:, None], bias)
+    return _renormalized(parameters, *_affine(mean, std))
 
 
 def _affine(mean: Iterable[float], std: Iterable[float]) -> tuple[np.ndarray, np.ndarray]:
@@ -264,11 +252,23 @@ def _affine(mean: Iterable[float], std: Iterable[float]) -> tuple[np.ndarray, np
     return ours[1] / theirs[1], (ours[0] - theirs[0]) / theirs[1]
 
 
-def _patch_embedding(kernel: np.ndarray, bias: np.ndarray) -> dict[str, np.ndarray]:
-    return {
-        "vision/patch_embed/kernel": kernel.astype(np.float32),
-        "vision/patch_embed/bias": bias.astype(np.float32),
-    }
+def _renormalized(
+    parameters: Mapping[str, np.ndarray], scale: np.ndarray, shift: np.ndarray
+) -> dict[str, np.ndarray]:
+    """Parameters that compute from images x what the given ones compute from scale x + shift, by color."""
+    if (scale == 1).all() and (shift == 0).all():
+        return dict(parameters)
+    name = "vision/patch_embed/kernel"
+    kernel = parameters[name].astype(np.float64)
+    constant = np.einsum("hwcd,c->d", kernel, shift)
+    changed = {name: kernel * scale[:, None]}
+    if "vision/patch_embed/bias" in parameters:
+        changed["vision/patch_embed/bias"] = parameters["vision/patch_embed/bias"] + constant
+    else:
+        positions = parameters["vision/position_embedding"].astype(np.float64)
+        positions[1:] += constant  # the first one is that of the class token
+        changed["vision/position_embedding"] = positions
+    return dict(parameters) | {name: x.astype(np.float32) for name, x in changed.items()}
 
 
 def _tensor(

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from swjax import recipes
+from swjax import auto, recipes
 from swjax.kernels import dispatch, reference
 from swjax.kernels.reference import QTensor
 from swjax.kernels.rotations.reference import rotate_features
@@ -79,7 +79,8 @@ def switchback(
       addend: [..., n] float16, bfloat16 or float32 array to add to y, such as a residual stream, or None. The
         kernel of a quantized product adds it in float32, which saves a pass over memory. Not for several
         weights.
-      recipe: a name in `swjax.recipes.RECIPES` or a `swjax.recipes.Recipe`.
+      recipe: a name in `swjax.recipes.RECIPES`, a `swjax.recipes.Recipe`, or "auto" for the fastest on the
+        chip, see `swjax.auto`.
       prologue: a `swjax.LayerNorm`, `swjax.RMSNorm` or `swjax.Gelu` to apply to x first, fused with the
         quantizer.
       out_dtype: dtype of y; None uses the dtype of x.
@@ -338,7 +339,10 @@ def _mlp(
 def _layer(
     x, w, sharding: Sharding, *, addend, recipe, out_dtype, precision, implementation
 ) -> Layer:
-    recipe = _rotating(recipes.get(recipe), w, sharding)
+    recipe = _rotating(recipes.get(recipe, weight_array(w).shape), w, sharding)
+    if isinstance(w, QTensor):
+        recipe = recipe.with_constant_weight()
+    auto.warn_if_slow(recipe.dtypes, recipe.in_blocks)
     dispatch.check_products(implementation, _products(recipe))
     kind = jnp.inexact if jnp.iscomplexobj(x) else jnp.floating
     if out_dtype is not None and not jnp.issubdtype(out_dtype, kind):
@@ -380,7 +384,9 @@ def _products(recipe: Recipe) -> list[str]:
     wgrad = "weight_gradient"
     if recipe.wgrad is not None:
         wgrad = "block_weight_gradient" if recipe.wgrad.lhs.scope == "block" else "matmul"
-    return [*("matmul" if product else "dot" for product in (recipe.fwd, recipe.dgrad)), wgrad]
+    products = [recipe.fwd, recipe.dgrad] + [recipe.wgrad] * (wgrad == "matmul")
+    names = ["matmul" if product and not product.in_blocks else "dot" for product in products]
+    return names if wgrad == "matmul" else [*names, wgrad]
 
 
 def _has_no_tokens(x, layer: Layer) -> bool:

@@ -6,7 +6,8 @@ Each version of JAX has its own parameters of the operations that run other jaxp
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +15,7 @@ from jax.extend import core
 from jax.sharding import Sharding
 
 from swjax.linear.contraction import dot_general
+from swjax.linear.layouts import Layout
 from swjax.linear.program_report import TracedProduct, unsupported
 from swjax.linear.ragged import ragged_switchback
 from swjax.recipes import Recipe
@@ -36,12 +38,12 @@ class Step(NamedTuple):
     Attributes:
       execute: a function of the step, the values of the operands, and these before casts and reshards; it
         returns the same two lists for the results. The second may be shorter: what it lacks is as the values.
-      eqn: the equation.
+      eqn: the equation, or a `Group`.
       bodies: the plans of the jaxprs that it runs.
     """
 
     execute: Callable[["Step", Arrays, Arrays], tuple[Arrays, Arrays]]
-    eqn: core.JaxprEqn
+    eqn: Any
     bodies: "tuple[Plan, ...]" = ()
 
 
@@ -65,6 +67,23 @@ class Plan(NamedTuple):
     def changes(self) -> bool:
         """Whether a step differs from its equation."""
         return any(step.execute not in (as_it_is, move) for step in self.steps)
+
+    def grouped(self, known: "dict[tuple, Callable]") -> "Plan":
+        """The plan with equations that run as they are in groups; JAX traces those of equal layers once.
+
+        Args:
+          known: {what determines a group: its function}; groups are added.
+        """
+        if not self.changes:  # nothing will run its steps
+            return self
+        steps: list[Step] = []
+        last = set(self.jaxpr.outvars)
+        for key, group in reversed([(k, list(g)) for k, g in groupby(self.steps, _group_of)]):
+            steps[:0] = group if key is None else [_as_one(group, last, known)]
+            last |= {
+                atom for step in group for atom in step.eqn.invars if isinstance(atom, core.Var)
+            }
+        return self._replace(steps=steps)
 
 
 def run(plan: Plan, values: Sequence, stored: Sequence = ()) -> tuple[Arrays, Arrays]:
@@ -112,6 +131,78 @@ def _bind(eqn, values: Arrays) -> Arrays:
     return outs if eqn.primitive.multiple_results else [outs]
 
 
+# --- groups of equations that run as they are -----------------------------------------------------------
+
+
+class Group(NamedTuple):
+    """Consecutive equations as one; the attributes are those of an equation that `run` reads."""
+
+    function: Callable
+    invars: list[core.Var]
+    outvars: list[core.Var]
+    ctx: Any
+    source_info: Any
+
+
+def _group_of(step: Step) -> tuple | None:
+    """What the equations of a group share; None for a step that runs by itself."""
+    eqn = step.eqn
+    if step.execute is not as_it_is or eqn.effects:
+        return None
+    return eqn.ctx, str(eqn.source_info.name_stack)
+
+
+def _as_one(steps: list[Step], needed: set, known: dict[tuple, Callable]) -> Step:
+    """One step for several; `needed` are the variables that later steps read."""
+    eqns = [step.eqn for step in steps]
+    made = {var: None for eqn in eqns for var in eqn.outvars}
+    read = [atom for eqn in eqns for atom in eqn.invars if isinstance(atom, core.Var)]
+    invars = list(dict.fromkeys(var for var in read if var not in made))
+    outvars = [var for var in made if var in needed]
+    key = _description(eqns, invars, outvars)
+    if key not in known:
+
+        @jax.jit
+        def operations(*values):
+            env = dict(zip(invars, values))
+            for eqn in eqns:
+                operands = [a.val if isinstance(a, core.Literal) else env[a] for a in eqn.invars]
+                env |= zip(eqn.outvars, _bind(eqn, operands))
+            return [env[var] for var in outvars]
+
+        known[key] = operations
+    group = Group(known[key], invars, outvars, eqns[0].ctx, eqns[0].source_info)
+    return Step(lambda step, values, stored: (step.eqn.function(*values), []), group)
+
+
+def _description(eqns, invars, outvars) -> tuple:
+    """Equal for groups that compute the same."""
+    number = {var: i for i, var in enumerate([*invars, *(v for eqn in eqns for v in eqn.outvars)])}
+
+    def of_atom(atom):
+        if isinstance(atom, core.Literal):
+            return atom.aval, repr(atom.val)
+        return number[atom]
+
+    def of_parameter(value):
+        try:
+            hash(value)
+        except TypeError:
+            return id(value)
+        return value
+
+    described = [
+        (
+            eqn.primitive,
+            *((name, of_parameter(value)) for name, value in sorted(eqn.params.items())),
+            *map(of_atom, eqn.invars),
+            *(var.aval for var in eqn.outvars),
+        )
+        for eqn in eqns
+    ]
+    return (*described, *(var.aval for var in invars), *(number[var] for var in outvars))
+
+
 def move(step: Step, values: Arrays, stored: Arrays) -> tuple[Arrays, Arrays]:
     """Moves a parameter, and the stored parameter likewise, but without gathers: its layer gathers int8."""
     name, outs = step.eqn.primitive.name, _bind(step.eqn, values)
@@ -123,9 +214,9 @@ def move(step: Step, values: Arrays, stored: Arrays) -> tuple[Arrays, Arrays]:
 
 
 @cache
-def _product(recipe, implementation, dimension_numbers, precision, preferred) -> Callable:
+def _product(recipe, implementation, layout, dimension_numbers, precision, preferred) -> Callable:
     """A product, jitted so that JAX traces those of equal shapes once."""
-    multiply = dot_general(recipe, implementation=implementation)
+    multiply = dot_general(recipe, implementation=implementation, layout=layout)
 
     @jax.jit
     def quantized_product(x, w):
@@ -143,17 +234,24 @@ def multiply(
     recipe: Recipe,
     implementation: str | None,
     at: int,
+    layout: Layout | None,
+    order: Sequence[int],
 ) -> tuple[Arrays, Arrays]:
-    """Computes a `dot_general`, whose operand `at` is a parameter, by a recipe."""
+    """Computes a `dot_general`, whose operand `at` is a parameter, by a recipe.
+
+    `order` is that of the contracted axes in the matrix of `layout`.
+    """
     like: Any = step.eqn.outvars[0].aval
     params = step.eqn.params
     x, w = values[1 - at], stored[at]
     contracted, batch = params["dimension_numbers"]
     if at == 0:
         contracted, batch = contracted[::-1], batch[::-1]
+    contracted = tuple(tuple(axes[i] for i in order) for axes in contracted)
     options = {key: params[key] for key in ("precision", "preferred_element_type")}
     try:
-        y = _product(recipe, implementation, (contracted, batch), *options.values())(x, w)
+        product_of = partial(_product, recipe, implementation, layout, (contracted, batch))
+        y = product_of(*options.values())(x, w)
     except ValueError as error:
         raise unsupported(product, error) from error
     if at == 0:  # [*batch, *rows, *columns] to [*batch, *columns, *rows]
@@ -164,11 +262,11 @@ def multiply(
 
 
 @cache
-def _ragged_product(recipe, precision, preferred) -> Callable:
+def _ragged_product(recipe, implementation, precision, preferred) -> Callable:
     @jax.jit
     def quantized_product(x, w, group_sizes):
         options = {"recipe": recipe, "precision": precision, "out_dtype": preferred}
-        return ragged_switchback(x, w, group_sizes, **options)
+        return ragged_switchback(x, w, group_sizes, implementation=implementation, **options)
 
     return quantized_product
 
@@ -194,13 +292,11 @@ def multiply_ragged(
     )
     if at == 0 or batch or (x.ndim, w.ndim, len(groups)) != (2, 3, 1) or ragged == contracted:
         raise unsupported(product, "experts need x [m, k] and w [e, k, n]")
-    if implementation not in (None, "xla"):
-        raise unsupported(product, f"only XLA multiplies ragged arrays, not {implementation!r}")
     (n,) = {0, 1, 2} - {k, *groups}
     x, w = x.transpose(*ragged, *contracted), w.transpose(*groups, k, n)
     options = params["precision"], params["preferred_element_type"]
     try:
-        y = _ragged_product(recipe, *options)(x, w, values[2])
+        y = _ragged_product(recipe, implementation, *options)(x, w, values[2])
     except ValueError as error:
         raise unsupported(product, error) from error
     return [y.astype(like.dtype)], []
@@ -218,6 +314,7 @@ class Call(NamedTuple):
       carried: the operands that the first results of the first body replace in the next iteration.
       times: number of iterations, or of devices.
       alternatives: whether each body computes the results; otherwise the first does.
+      sliced: the operands of which each iteration receives a slice along the first axis.
     """
 
     bodies: tuple
@@ -225,6 +322,7 @@ class Call(NamedTuple):
     carried: Sequence[int] = ()
     times: int = 1
     alternatives: bool = False
+    sliced: Sequence[int] = ()
 
 
 def _differing(values: Arrays, stored: Arrays) -> Arrays:
@@ -268,7 +366,8 @@ def _scan_sizes(eqn) -> tuple[int, int]:
 def _read_scan(eqn) -> Call:
     first, count = _scan_sizes(eqn)
     operands, carried = range(len(eqn.invars)), range(first, first + count)
-    return Call((eqn.params["jaxpr"],), (operands,), carried, eqn.params["length"])
+    sliced = range(first + count, len(eqn.invars))
+    return Call((eqn.params["jaxpr"],), (operands,), carried, eqn.params["length"], sliced=sliced)
 
 
 def _scan(step: Step, values: Arrays, stored: Arrays) -> tuple[Arrays, Arrays]:

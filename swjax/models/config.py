@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from swjax import attention, checkpoint_policies, recipes
+from swjax import attention, auto, checkpoint_policies, recipes
 from swjax.recipes import Recipe
 
 ARCHITECTURES = ("clip", "siglip")
@@ -15,6 +15,8 @@ LINEARS = ("attn/q", "attn/k", "attn/v", "attn/out", "mlp/fc1", "mlp/fc2")
 
 DTYPES = ("float32", "bfloat16", "float16")
 ATTENTION = (None, *attention.NAMES)
+RESIZE_MODES = ("shortest", "longest", "squash")
+INTERPOLATIONS = ("bicubic", "bilinear", "random")
 GELUS = ("exact", "tanh", "quick")
 POLICIES = {
     "full": checkpoint_policies.save_weights,
@@ -78,6 +80,12 @@ class TowerConfig:
     def mlp_width(self) -> int:
         return int(self.width * self.mlp_ratio)
 
+    @property
+    def matrices(self) -> tuple[tuple[int, int], ...]:
+        """(k, n) of the weights of a block, those of `LINEARS`."""
+        attention, hidden = ((self.width, self.width),) * 4, (self.width, self.mlp_width)
+        return (*attention, hidden, hidden[::-1])
+
 
 @dataclass(frozen=True, kw_only=True)
 class VisionConfig(TowerConfig):
@@ -86,13 +94,23 @@ class VisionConfig(TowerConfig):
     Attributes:
       image_size: side of the square image, in pixels.
       patch_size: side of a patch, in pixels.
+      resize_mode, interpolation, fill_color: how pictures become squares, see `swjax.data.Fitting`.
     """
 
     image_size: int = 224
     patch_size: int
+    resize_mode: str = "shortest"
+    interpolation: str = "bicubic"
+    fill_color: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _check_choice("resize_mode", self.resize_mode, RESIZE_MODES)
+        _check_choice("interpolation", self.interpolation, INTERPOLATIONS)
+        if type(self.fill_color) is not int or not 0 <= self.fill_color <= 255:
+            raise ValueError(
+                f"fill_color must be a whole number from 0 to 255, got {self.fill_color!r:.80}"
+            )
         if self.patch_size < 1 or self.image_size % self.patch_size:
             size, patch = self.image_size, self.patch_size
             remedy = f": try image_size={max(patch, size - size % patch)}" if patch > 0 else ""
@@ -135,7 +153,8 @@ class Options:
     """Options of the blocks. Only `layer_scale` and `qk_norm` change the parameters.
 
     Attributes:
-      recipe: recipe of the linear layers: a name in `swjax.recipes.RECIPES`, a Recipe, or a mapping from
+      recipe: recipe of the linear layers: a name in `swjax.recipes.RECIPES`, "auto", which `swjax.auto`
+        replaces by the best name for the device and the widths, a Recipe, or a mapping from
         regular expressions to these. An expression must match the whole path of a layer, such as
         "vision/blocks/attn/q" or "text/blocks/mlp/fc1". The first match applies, and layers without a match
         use "standard".
@@ -222,6 +241,10 @@ class CLIPConfig(Options):
     architecture: str = "clip"
 
     def __post_init__(self) -> None:
+        if self.recipe == auto.NAME:  # a model keeps its recipe, also on another device
+            towers = [tower for tower in (self.vision, self.text) for _ in range(tower.layers)]
+            shapes = [shape for tower in towers for shape in tower.matrices]
+            object.__setattr__(self, "recipe", auto.choose(*shapes))
         super().__post_init__()
         _check_choice("architecture", self.architecture, ARCHITECTURES)
         if self.siglip and self.embed_dim != self.vision.width:

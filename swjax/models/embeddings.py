@@ -10,6 +10,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from swjax.kernels import targets
 from swjax.linear.layouts import TOKENS, Spec
 from swjax.linear.sharding import Sharding, sharding_of_batch, vary_alike
 
@@ -35,7 +36,7 @@ def lookup(table: jax.Array, tokens: jax.Array, gradient_dtype: str) -> jax.Arra
     Array([[0., 0., 1.],
            [1., 0., 0.]], dtype=float32)
     """
-    if jax.default_backend() != "gpu":
+    if targets.platform() != "gpu":
         return jnp.take(table, tokens, axis=0)
     sharding = sharding_of_batch(TOKENS, tokens, table)
     like = jax.ShapeDtypeStruct(table.shape, table.dtype)
@@ -131,7 +132,7 @@ def first_rows(table: jax.Array, order: jax.Array, count: int, gradient_dtype: s
     Array([[[3.],
             [1.]]], dtype=float32)
     """
-    if jax.default_backend() != "gpu":
+    if targets.platform() != "gpu":
         return table[order[:, :count]]
     like = jax.ShapeDtypeStruct(table.shape, table.dtype)
     return _rows(gradient_dtype, like, *vary_alike(table, order[:, :count]))

@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from swjax.kernels import targets
 from swjax.linear.layouts import fitting_spec, partition_spec
 from swjax.optax import path_name
 
@@ -143,7 +144,7 @@ def compiler_options(mesh: Mesh | None = None, *, concurrent: bool = False) -> d
     >>> compiler_options()
     {}
     """
-    platform = mesh.devices.flat[0].platform if mesh else jax.default_backend()
+    platform = targets.platform(mesh.abstract_mesh if mesh else None)
     if platform != "gpu":
         return {}
     options = {"xla_gpu_enable_triton_gemm": "False"}

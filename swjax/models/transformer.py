@@ -11,6 +11,7 @@ from flax import nnx
 
 from swjax import attention
 from swjax.diagnostics.values import magnitudes
+from swjax.kernels import targets
 from swjax.linear import prologues
 from swjax.models.config import POLICIES, CLIPConfig, TowerConfig
 from swjax.nnx import Linear, linears, mlp, split_stack
@@ -130,7 +131,7 @@ class Attention(nnx.Module):
         q, k, v = (y.reshape(heads) for y in qkv)
         if self.ln_q is not None and self.ln_k is not None:
             q, k = self.ln_q(q), self.ln_k(k)
-        if x.dtype == jnp.float16 and jax.default_backend() == "cpu":
+        if x.dtype == jnp.float16 and targets.platform() == "cpu":
             # JAX requests float16 products with float32 sums, which XLA does not support on CPUs.
             q, k, v = (head.astype(jnp.float32) for head in (q, k, v))
         mixed = attention.dot_product_attention(

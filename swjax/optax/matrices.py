@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 
 from swjax.optax.tensors import path_name
-from swjax.recipes import kept_kind
+from swjax.kept import kept_kind
 
 # Names that Flax's metadata gives the axes of stacks.
 _STACKS = {"layers", "layer", "blocks", "block", "stack", "scan", "experts", "expert", "exp"}

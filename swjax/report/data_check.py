@@ -27,12 +27,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from swjax.data.decoding import decode
-from swjax.data.examples import fault
+from swjax.data.examples import fault, look
 from swjax.data.icons import shards
 from swjax.data.photographs import printable
-from swjax.data.skipping import too_many
 from swjax.data.sources import Source, source
+from swjax.data.survey import SAMPLE, refusal, sample
 from swjax.data.tokenizer import tokenize
 from swjax.report import page
 from swjax.safe_files import write_atomically
@@ -42,7 +41,6 @@ KINDS = {
     r".*\.(csv|tsv|jsonl)$": "table",
     r".*\.parquet$": "parquet",
 }
-_SAMPLE = 1000
 _LEFT_OUT = ("damage", "damaged_share", "notes")  # attributes of sources that may be incomplete
 _KEYS_SHOWN = 3  # per reason
 _SHOWN = 40  # number of thumbnails, and of bad examples with reasons
@@ -103,15 +101,11 @@ class Check(NamedTuple):
     def refusal(self, max_bad_share: float) -> str:
         """Returns why training would refuse the data set, or "".
 
-        If not all examples were read, the share of those that were read stands for all.
+        If not all examples were read, see `swjax.data.survey.refusal`.
         """
-        bad = len(self.bad) / max(len(self.seen), 1) * self.examples
-        if too_many(bad, self.examples, max_bad_share):
-            about = "" if len(self.seen) == self.examples else "about "
-            return (
-                f"{about}{bad:,.0f} of {self.examples:,} examples are bad, more than the share of "
-                f"{max_bad_share} that training skips (max_bad_share): repair them"
-            )
+        why = refusal(len(self.bad), len(self.seen), self.examples, max_bad_share)
+        if why:
+            return f"{why}: repair them"
         if self.damage and self.damaged_share > max_bad_share:
             return (
                 f"{self.damaged_share:.2%} of the bytes are in damaged files, more than the share of "
@@ -140,25 +134,25 @@ def kind_of(where: str) -> str:
     )
 
 
-def check(pairs: Source, *, sample: int = _SAMPLE, shown: int = _SHOWN) -> Check:
-    """Reads evenly spaced examples of a source as training does.
+def check(pairs: Source, *, most: int = SAMPLE, shown: int = _SHOWN) -> Check:
+    """Reads random examples of a source as training does.
 
     Args:
       pairs: the source.
-      sample: largest number of examples to read; 0 reads all.
+      most: largest number of examples to read; 0 reads all.
       shown: number of thumbnails.
 
     Returns:
       The findings, in the order of the examples.
     """
-    count = min(sample or len(pairs), len(pairs))
-    wanted = np.linspace(0, len(pairs) - 1, count).astype(np.int64)
+    wanted = sample(pairs, most or len(pairs))
+    count = len(wanted)
     thumbnails = set(np.linspace(0, count - 1, min(shown, count)).astype(np.int64).tolist())
     seen, live = [], sys.stderr.isatty()
     if count:
         _see(pairs, 0, shown=True)  # a first read, so that imports are not timed
     start = time.monotonic()
-    for number, index in enumerate(wanted.tolist()):
+    for number, index in enumerate(wanted):
         seen.append(_see(pairs, index, number in thumbnails))
         if live and number % 20 == 0:
             print(f"\rreading {number + 1} of {count}", end="", file=sys.stderr)
@@ -170,12 +164,10 @@ def check(pairs: Source, *, sample: int = _SAMPLE, shown: int = _SHOWN) -> Check
 
 def _see(pairs: Source, index: int, shown: bool) -> Seen:
     try:
-        stored = getattr(pairs, "stored", None)
-        example = stored(index) if stored else pairs[index]
-        image, kind, size = example["image"], "pixels", 0
-        if isinstance(image, bytes):
-            pixels = decode(image)  # decoded first, because its error is the most precise
-            kind, size, image = _format(image), len(image), pixels
+        example, image = look(pairs, index)
+        kind, size = "pixels", 0
+        if isinstance(example["image"], bytes):
+            kind, size = _format(example["image"]), len(example["image"])
         height, width = image.shape[:2]
         captions = tuple(example["captions"])
         key = pairs.key(index) if hasattr(pairs, "key") else f"example {index}"
@@ -340,7 +332,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--option", action="append", default=[], metavar="KEY=VALUE", help="its keys"
     )
     parser.add_argument(
-        "--sample", type=int, default=_SAMPLE, help="number of evenly spaced examples to read"
+        "--sample", type=int, default=SAMPLE, help="number of random examples to read"
     )
     parser.add_argument("--all", action="store_true", help="read all examples")
     parser.add_argument("--context_length", type=int, default=77, help="tokens per caption")
@@ -374,7 +366,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             data_dir=options.data_dir,
             **dict(option.split("=", 1) for option in options.option),
         )
-        found = check(pairs, sample=0 if options.all else options.sample)
+        found = check(pairs, most=0 if options.all else options.sample)
         limits = options.context_length, options.max_bad_share
         text = "\n".join(lines(found, *limits))
         write_page(options.page, options.where, found, *limits)

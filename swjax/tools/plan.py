@@ -4,8 +4,10 @@ The plan trains nothing and needs no GPU. `swjax.tools.memory_model` predicts th
 predict the time.
 """
 
+import contextlib
 import dataclasses
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +17,10 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from swjax.data.batches import check_batch_size
+from swjax.data.examples import look
 from swjax.data.skipping import Skips
+from swjax.kernels import chips
+from swjax.kernels.targets import compiling_for
 from swjax.models import sharding
 from swjax.models.config import CLIPConfig
 from swjax.tools.memory_model import GIB, Memory, Mesh, most_pairs, predict
@@ -23,15 +28,17 @@ from swjax.training import config as config_lib
 from swjax.training.config import ConfigError, blame
 from swjax.training.evaluation import open_labelled
 from swjax.training.faults.failures import blame_data
-from swjax.training.inputs import open_splits
+from swjax.training.inputs import check_pictures, open_splits
 from swjax.training.optimizer import make_optimizer, make_schedule, split_frozen
 from swjax.training.setup import make_init, model_config, require_profile
 from swjax.training.state.checkpoint import require_checkpoint
 from swjax.training.state.initialization import check_parameters
 from swjax.training.state.mirror import Mirror
+from swjax.training.state.model_of_weights import settle_model
 
 # Memory of a GPU in GiB, as its driver reports it.
 GPUS = {
+    "b200": 179.1,
     "h200": 139.8,
     "h100-80": 79.1,
     "a100-80": 79.2,
@@ -39,8 +46,10 @@ GPUS = {
     "l40s": 44.4,
     "a10g": 22.1,
     "l4": 22.0,
+    "rtx5090": 31.8,
     "rtx4090": 23.5,
 }
+ALIASES = {"h100": "h100-80", "a100": "a100-40", "4090": "rtx4090", "5090": "rtx5090"}
 # Training throughput in images per second on one GPU, at 224 pixels, with half of the patches dropped:
 # (no block recomputed, all blocks recomputed). These are the newest rows of train_step_matrix_h200.json,
 # train_step_h200.json and train_step_h100.json in benchmarks/results. None was not measured.
@@ -90,7 +99,7 @@ class Hardware(NamedTuple):
     """The devices that a plan is for.
 
     Attributes:
-      kind: a key of `GPUS`, or the kind of this machine's devices.
+      kind: a key of `GPUS`, the memory of an unknown device, or the kind of this machine's devices.
       devices: number of devices.
       limit: bytes that JAX may use on each device, or None if unknown.
     """
@@ -103,19 +112,31 @@ class Hardware(NamedTuple):
     def parse(cls, text: str) -> "Hardware":
         """Parses "KIND:COUNT" or "KIND"; "" means the devices of this machine.
 
+        The kind is a GPU, or the memory of any other device, such as "48GiB".
+
         Raises:
           ConfigError: the kind is unknown, or the count is not a positive number.
+
+        >>> Hardware.parse("H100:8").kind, Hardware.parse("48GiB").limit / 2**30
+        ('h100-80', 36.0)
         """
         if not text:
             device = jax.devices()[0]
             stats = (device.memory_stats() or {}) if device.platform == "gpu" else {}
             return cls(device.device_kind, jax.device_count(), stats.get("bytes_limit"))
-        kind, _, count = text.partition(":")
-        if kind not in GPUS:
-            raise ConfigError(f"--hardware={text} is unknown: choose from {', '.join(GPUS)}")
+        name, _, count = text.partition(":")
+        kind = ALIASES.get(name.lower(), name.lower())
+        memory = re.fullmatch(r"(\d+(?:\.\d+)?)gib", kind)
+        gib = GPUS.get(kind) or float(memory[1] if memory else 0)
+        if not gib:
+            known = ", ".join([*ALIASES, *GPUS])
+            raise ConfigError(
+                f"--hardware={text} is unknown: choose from {known}, or write the memory of a device, such "
+                "as 48GiB:8"
+            )
         if not (count or "1").isdecimal() or int(count or 1) < 1:
-            raise ConfigError(f"--hardware={text}: write KIND:COUNT, such as {kind}:8")
-        return cls(kind, int(count or 1), fraction() * GPUS[kind] * GIB)
+            raise ConfigError(f"--hardware={text}: write KIND:COUNT, such as {name}:8")
+        return cls(kind, int(count or 1), fraction() * gib * GIB)
 
 
 def fraction() -> float:
@@ -138,6 +159,7 @@ class Plan:
       steps, warmup: number of steps of the run and of its warm-up.
       examples: number of examples of the data set.
       shown: the first captions.
+      pictures: lines about unusable examples.
     """
 
     config: ConfigDict
@@ -151,6 +173,7 @@ class Plan:
     warmup: int
     examples: int
     shown: tuple[str, ...]
+    pictures: tuple[str, ...]
 
     @property
     def parameters(self) -> int:
@@ -173,17 +196,22 @@ class Plan:
 
 
 def make(config: ConfigDict, hardware: Hardware) -> Plan:
-    """Opens the data, decodes an example and computes the plan.
+    """Opens the data, reads some of it and computes the plan.
 
     Raises:
-      ConfigError: the config does not fit the data or the devices, or the profile does not fit the run.
+      ConfigError: the config does not fit the data or the devices, or the profile does not fit the run; or
+        too much of the data cannot be read.
     """
     with blame("mesh"):
         sizes = sharding.mesh_sizes(hardware.devices, **config.mesh)
     mesh = Mesh(*sizes)
     config_lib.validate(config, batch_shards=mesh.shards)
-    model = model_config(config)
-    source = open_splits(config)["train"]
+    config = settle_model(config, Path("none"))
+    chip = chips.find(hardware.kind)
+    with compiling_for(chip.name) if chip else contextlib.nullcontext():
+        model = model_config(config)
+    splits = open_splits(config)
+    source = splits["train"]
     with blame_data():  # as at the start of a run
         skips = Skips(config.data.on_bad, config.data.max_bad_share)
         skips.damage(getattr(source, "damage", ()), getattr(source, "damaged_share", 0.0))
@@ -207,18 +235,30 @@ def make(config: ConfigDict, hardware: Hardware) -> Plan:
         steps=steps,
         warmup=warmup,
         examples=len(source),
-        shown=tuple(source[0]["captions"][:2]),
+        shown=_captions(source),
+        pictures=tuple(check_pictures(config, splits)),
     )
+
+
+def _captions(source: Any) -> tuple[str, ...]:
+    """Up to two captions of the first usable one of 10 examples."""
+    for index in range(min(10, len(source))):
+        try:
+            return tuple(look(source, index)[0]["captions"][:2])
+        except Exception:  # `check_pictures` names the reason
+            continue
+    return ()
 
 
 def require_openable(plan: Plan) -> None:
     """Checks what else a run opens at its start.
 
     Raises:
-      ConfigError: a set of `eval.zeroshot` or another run does not exist, weights do not fit the model, or an
-        address has an unknown protocol.
+      ConfigError: a set of `eval.zeroshot` or another run does not exist, too much of a set cannot be read,
+        weights do not fit the model, or an address has an unknown protocol.
     """
-    open_labelled(plan.config)
+    for line in check_pictures(plan.config, open_labelled(plan.config)):
+        print(_line("pictures", line))
     c = plan.config.checkpoint
     if c.resume:
         require_checkpoint("checkpoint.resume", c.resume)
@@ -233,11 +273,13 @@ def lines(plan: Plan) -> Iterator[str]:
     yield f"plan for {hardware.devices} x {hardware.kind}" + _limit(hardware)
     yield _line(
         "model",
-        f"{c.model.name}, {plan.parameters:,} parameters, {c.model.recipe}, {c.model.dtype}, "
+        f"{c.model.name}, {plan.parameters:,} parameters, {plan.model.recipe}, {c.model.dtype}, "
         f"remat={c.model.remat}",
     )
     captions = ", ".join(repr(caption[:60]) for caption in plan.shown)
     yield _line("data", f"{c.data.name}: {plan.examples:,} pairs; the first captions: {captions}")
+    for line in plan.pictures:
+        yield _line("pictures", line)
     pairs = plan.steps * c.train.batch_size
     yield _line(
         "length",
@@ -354,7 +396,7 @@ def _time(plan: Plan) -> Iterator[str]:
     """The predicted time from the recorded rate of this model, recipe and GPU, and the loader processes."""
     c = plan.config
     usual = c.data.image_size == 224 and c.model.patch_dropout == 0.5 and c.model.remat in _REMATS
-    rates = RATES.get(plan.hardware.kind, {}).get((c.model.name, c.model.recipe))
+    rates = RATES.get(plan.hardware.kind, {}).get((c.model.name, str(plan.model.recipe)))
     rate = rates[_REMATS.index(c.model.remat)] if rates and usual else None
     if rate is None or c.train.concurrent_kernels or c.optimizer.name == "muon":
         yield _line("time", "not measured for this model, recipe, remat, optimizer and hardware")

@@ -1,8 +1,8 @@
-"""Trains CLIP: `swjax train --config=FILE.py[:ARG] --workdir=DIR [--config.section.key=VALUE ...]`.
+"""Trains CLIP: `swjax train --config=CONFIG[:ARG] --workdir=DIR [--config.section.key=VALUE ...]`.
 
-  swjax train --config=configs/openmoji.py --workdir=runs/openmoji
-      trains; the same command resumes an interrupted run
-  swjax train --config=configs/vith_int8.py --plan --hardware=h200:8 --config.train.accumulation=8
+  swjax train --config=openmoji --workdir=runs/openmoji
+      trains; the same command resumes an interrupted run. CONFIG is a Python file or a name below
+  swjax train --config=vith_int8 --plan --hardware=h200:8 --config.train.accumulation=8
       summarizes the run and whether it fits in memory; trains nothing
 
 `python train.py` in a checkout is the same program; its --help has more examples. docs/config.md lists every
@@ -11,7 +11,8 @@ the output or another machine failed; 130 Ctrl-C that ended it at once.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from swjax.arguments import expand_home
 from swjax.packages import MissingPackage
@@ -25,6 +26,7 @@ def main(argv: list[str]) -> int:
     """
     if len(argv) == 1 or {"-h", "--help", "-help", "--helpfull"} & set(argv):
         print(__doc__.strip())
+        print("Names:", ", ".join(sorted(path.stem for path in _configs())))
         return 0 if len(argv) > 1 else 2
     try:
         return run([argv[0], *expand_home(argv[1:])])
@@ -32,6 +34,13 @@ def main(argv: list[str]) -> int:
         remedy = "" if isinstance(error, MissingPackage) else ": pip install 'swjax[train]'"
         print(f"{argv[0]}: {error}{remedy}", file=sys.stderr)
         return 2
+
+
+def _configs() -> Iterator[Path]:
+    """The configs of swjax: configs/ in a checkout, else swjax/configs."""
+    root = Path(__file__).resolve().parents[1]
+    folder = next(f for f in (root / "configs", root.parent / "configs") if f.is_dir())
+    return (path for path in folder.glob("*.py") if path.stem != "common")
 
 
 def run(argv: list[str]) -> int:

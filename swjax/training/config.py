@@ -16,6 +16,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from urllib.parse import unquote
 
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 def parse(argv: list[str]) -> tuple[ConfigDict, Path]:
-    """Parses `PROGRAM --config=FILE.py[:ARG] --workdir=DIR [--config.section.key=VALUE ...]`.
+    """Parses `PROGRAM --config=FILE.py[:ARG] --workdir=DIR [--config.section.key=VALUE ...]`; see `load`.
 
     Args:
       argv: the command line, starting with the program name.
@@ -87,13 +88,14 @@ def local_path(name: str, address: str) -> Path:
 
 
 def load(file: str, overrides: Sequence[tuple[str, str]] = ()) -> ConfigDict:
-    """Runs `get_config` of a Python file and applies overrides.
+    """Runs `get_config` of a Python file, or of a config of swjax by its name, and applies overrides.
 
     If an override shortens the run so that the warm-up does not fit, and no override sets the warm-up, the
     warm-up is scaled with the duration.
 
     Args:
-      file: path of the file, optionally followed by a colon and the argument of `get_config`.
+      file: path of the file or name such as "openmoji", optionally followed by a colon and the argument of
+        `get_config`.
       overrides: (key, value) pairs, such as ("train.steps", "100").
 
     Returns:
@@ -115,6 +117,9 @@ def load(file: str, overrides: Sequence[tuple[str, str]] = ()) -> ConfigDict:
 
 def _run_file(file: str) -> ConfigDict:
     path, _, argument = file.partition(":")
+    own = COMMON.parent / f"{path}.py"
+    if path.isidentifier() and own.is_file() and not Path(path).exists():
+        path = str(own)
     if not Path(path).is_file():
         raise ConfigError(f"config file {path!r} does not exist{_nearest_config(Path(path))}")
     spec = importlib.util.spec_from_file_location("swjax_config", path)
@@ -123,9 +128,13 @@ def _run_file(file: str) -> ConfigDict:
     # A config may import modules of the working directory and of the folder above its own: configs.common.
     # Above the installed configs are swjax's own modules, such as swjax.optax, which must not replace others.
     folders = [os.getcwd(), str(Path(path).resolve().parent.parent)]
-    if Path(path).resolve() == INSTALLED.resolve():
+    if Path(path).resolve().parent == INSTALLED.resolve().parent:
         folders.pop()
     sys.path[:0] = folders
+    copied = importlib.util.find_spec("configs") is None  # away from the other configs
+    if copied:
+        sys.modules["configs"] = ModuleType("configs")
+        sys.modules["configs"].__path__ = [str(COMMON.parent)]
     try:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
@@ -139,6 +148,9 @@ def _run_file(file: str) -> ConfigDict:
     finally:
         for folder in folders:
             sys.path.remove(folder)
+        if copied:
+            for name in [name for name in sys.modules if name.partition(".")[0] == "configs"]:
+                del sys.modules[name]
     if not isinstance(config, ConfigDict):
         raise ConfigError(
             f"config file {file!r}: get_config returns {type(config).__name__}: return a ConfigDict"
@@ -147,8 +159,11 @@ def _run_file(file: str) -> ConfigDict:
 
 
 def _nearest_config(path: Path) -> str:
-    folder = path.parent if path.parent.is_dir() else Path("configs")
-    known = sorted(str(p) for p in folder.glob("*.py") if p.stem != "common")
+    if path.parent == Path(".") and not path.suffix:
+        known = sorted(p.stem for p in COMMON.parent.glob("*.py") if p.stem != "common")
+    else:
+        folder = path.parent if path.parent.is_dir() else Path("configs")
+        known = sorted(str(p) for p in folder.glob("*.py") if p.stem != "common")
     return f": {suggest(str(path), known)}" if known else ""
 
 

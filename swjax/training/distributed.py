@@ -5,6 +5,7 @@ reads its own shard of the data; only process 0 writes files and prints.
 """
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from ml_collections import ConfigDict
@@ -310,6 +312,31 @@ def of_first(numbers: list[int]) -> list[int]:
 def all_processes(own: np.ndarray) -> np.ndarray:
     """Gathers int64 [n] of every process into [processes, n] on each process, without JAX's cast to int32."""
     return np.asarray(multihost_utils.process_allgather(own.view(np.int32))).view(np.int64)
+
+
+def several() -> bool:
+    """Whether the run has several processes."""
+    return jax.process_count() > 1
+
+
+def all_say(own: bool, mesh: jax.sharding.Mesh) -> jax.Array:
+    """Starts to compute on the devices whether all processes pass True; all processes must call it.
+
+    Args:
+      own: the answer of this process.
+      mesh: mesh of all devices.
+
+    Returns:
+      bool [], replicated. The call does not wait for it; `bool` of it does.
+    """
+    spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(mesh.axis_names))
+    answers = jax.make_array_from_callback((mesh.size,), spread, lambda _: np.array([own]))
+    return _all(jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))(answers)
+
+
+@functools.cache
+def _all(everywhere: jax.sharding.NamedSharding) -> Callable[[jax.Array], jax.Array]:
+    return jax.jit(jnp.all, out_shardings=everywhere)
 
 
 def should_stop(step: int, requested: bool) -> bool:

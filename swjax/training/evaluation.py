@@ -16,6 +16,7 @@ from swjax.training.faults.failures import blame_data_path
 from swjax.training.inputs import UNSCORED, open_source
 from swjax.training.log.step_log import StepLog, as_json
 from swjax.training.log.timing import Timing, is_due
+from swjax.training.setup import fitting
 
 PREDICTIONS = 24  # number of unseen images in the report
 CAPTIONS = 5  # number of unseen captions in the report, if the data have no classes
@@ -45,6 +46,9 @@ class Evaluator:
       graph: graph definition of the model.
       mesh: mesh of all devices; batches are sharded over it.
 
+    Attributes:
+      sets: the sets of `eval.zeroshot`, by name.
+
     Raises:
       ConfigError: a set of `eval.zeroshot` cannot be opened.
     """
@@ -57,11 +61,13 @@ class Evaluator:
             "batch_size": config.eval.batch_size,
             "context_length": config.data.context_length,
             "image_size": config.data.image_size,
+            "fitting": fitting(config),
             "share": sharding.batch_share(mesh),
             "on_bad": config.data.on_bad,
             "max_bad_share": config.data.max_bad_share,
         }
-        self._labelled = [self._zero_shot(each, each.set_name) for each in open_labelled(config)]
+        self.sets = open_labelled(config)
+        self._labelled = [self._zero_shot(each, name) for name, each in self.sets.items()]
         # The scores of the labelled sets, and the array `state["step"]` of their state. The array identifies
         # a state; its number does not, because a rollback repeats numbers with other parameters.
         self._labelled_scores: dict[str, Any] = {}
@@ -172,8 +178,8 @@ class Validation:
         self._waiting = None
 
 
-def open_labelled(config: ConfigDict) -> list[Labelled]:
-    """Opens the labelled sets of `eval.zeroshot`.
+def open_labelled(config: ConfigDict) -> dict[str, Labelled]:
+    """Opens the labelled sets of `eval.zeroshot`, by name.
 
     Raises:
       ConfigError: a set cannot be opened, two sets have the same name, or the processes have sets of
@@ -188,9 +194,10 @@ def open_labelled(config: ConfigDict) -> list[Labelled]:
         raise ConfigError(
             f"config.eval.zeroshot has two sets named {twice!r}: name each, as in NAME=KIND:WHERE"
         )
-    lengths = {source.set_name: len(source) for source in found}
+    sets = {source.set_name: source for source in found}
+    lengths = {name: len(source) for name, source in sets.items()}
     distributed.check_same("eval.zeroshot", "{} examples", lengths)
-    return found
+    return sets
 
 
 def evaluate_unseen(evaluate: Evaluator, state: Any) -> Evaluation:

@@ -9,12 +9,13 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from swjax import data
+from swjax.data.survey import SAMPLE, Survey, refusal, survey
 from swjax.models import sharding
 from swjax.training import distributed
 from swjax.training.config import ConfigError, blame
-from swjax.training.faults.failures import blame_data_path
+from swjax.training.faults.failures import blame_data, blame_data_path
 from swjax.training.log.timing import Timing
-from swjax.training.setup import Parts
+from swjax.training.setup import Parts, fitting
 
 logger = logging.getLogger("swjax.training.inputs")
 
@@ -110,6 +111,55 @@ def fingerprints(splits: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
+def check_pictures(config: ConfigDict, sets: Mapping[str, Any]) -> list[str]:
+    """Reads examples of photographs before the first step: all of small sets, a sample of others.
+
+    All processes must call it; each reads its share. See `swjax.data.survey`.
+
+    Args:
+      config: the config of the run.
+      sets: the splits and labelled sets of the run, by name.
+
+    Returns:
+      A line for each set with unusable examples, or whose examples could not all be read in time.
+
+    Raises:
+      ConfigError: the run would end because of unusable examples of a set.
+    """
+    said = []
+    for name, source in sets.items():
+        if not source.photographs:
+            continue
+        part = {"part": jax.process_index(), "parts": jax.process_count()}
+        found = survey(source, **part)
+        own = np.array([found.read, len(found.bad)], np.int64)
+        read, bad = distributed.all_processes(own).sum(axis=0).tolist()
+        with distributed.all_or_none():
+            _check_survey(config.data, name, found, read, bad)
+        if bad or read < min(SAMPLE, len(source)):
+            which = ": ".join(found.bad[0]) if found.bad else ""
+            said.append(
+                f"{name}: {read:,} of {len(source):,} examples were read before the first step; {bad:,} "
+                f"cannot be used and will be skipped{which and f', such as {which}'}"
+            )
+    return said
+
+
+def _check_survey(c: ConfigDict, name: str, found: Survey, read: int, bad: int) -> None:
+    """Raises a ConfigError in the processes that have seen bad examples, if these would end the run."""
+    which = ": ".join(found.bad[0]) if found.bad else ""
+    if which and c.on_bad == "stop":
+        raise ConfigError(
+            f"config.data: {name}: cannot read {which}: repair it, or set config.data.on_bad=skip"
+        )
+    why = refusal(bad, read, found.examples, c.max_bad_share)
+    if which and why:
+        raise ConfigError(
+            f"config.data: {name}: {why}, such as {which}: `swjax data check` lists them; repair them, or "
+            f"set config.data.max_bad_share"
+        )
+
+
 def check_fingerprints(position: Mapping[str, Any], own: Mapping[str, str]) -> None:
     """Compares the data of a resumed run with the data that it was saved with.
 
@@ -162,33 +212,51 @@ class Feed:
         share = sharding.batch_share(parts.mesh)
         self._readers = list(share.readers)
         self._batches = open_batches(config, parts.source, position, share)
+        self._progress = self._batches.progress
+        self._ahead: _Ahead | None = None
 
     def __next__(self) -> dict[str, jax.Array]:
         """The next batch, sharded over the devices.
 
         Raises:
-          StopIteration: too many examples are unreadable, or a loader process was lost; `check` says which.
-            In a run of several processes, which cannot save without this one, the error itself is raised.
+          StopIteration: in all processes, if too many examples of one are unreadable, or one has lost a
+            loader process; `check` says which.
         """
+        ahead = self._ahead or self._read()
+        if not ahead.all_have:
+            raise StopIteration
+        if (
+            distributed.several()
+        ):  # others compute this step while they find out about the next batch
+            self._ahead = self._read()
+        self._progress = ahead.progress
+        return sharding.shard_batch(ahead.batch, self._mesh)
+
+    def _read(self) -> "_Ahead":
+        """Reads a batch, and starts to find out whether all processes have theirs."""
+        batch = None
         try:
             with self._timing.waiting():
                 batch = next(self._batches)
         except (data.BadData, data.LostProcess) as error:
-            if jax.process_count() > 1:
-                raise
             self._error = error
-            raise StopIteration from None
-        return sharding.shard_batch(batch, self._mesh)
+        return _Ahead(batch, self._batches.progress, self._mesh)
 
     def check(self) -> None:
-        """Raises the error that has ended the feed, if any: `data.BadData` or `data.LostProcess`."""
-        if self._error:
-            raise self._error
+        """Raises the error that has ended the feed, if any; all processes must call it.
+
+        Raises:
+          ConfigError: too many examples are unreadable.
+          RunError: a loader process was lost.
+        """
+        with distributed.all_or_none(), blame_data():
+            if self._error:
+                raise self._error
 
     @property
     def skipped(self) -> int:
         """The number of unreadable examples that this process has skipped in the run."""
-        return self._batches.skipped
+        return self._progress.skipped
 
     def of_readers(self, own: np.ndarray) -> np.ndarray:
         """Gathers int64 [n] of every process into [batch shards, n]; all processes must call it."""
@@ -196,11 +264,35 @@ class Feed:
 
     def position(self) -> dict[str, Any]:
         """The position after the batches so far, JSON-serializable; all processes must call it."""
-        return self._batches.position(self.of_readers) | {_PRINTS: self._prints}
+        return self._progress.position(self.of_readers) | {_PRINTS: self._prints}
 
     def close(self) -> None:
         """Ends the loader's threads and processes."""
         self._batches.close()
+
+
+class _Ahead:
+    """A batch of this process, or None, and whether all processes have theirs.
+
+    The processes compute the answer on their devices, in the order of the steps, so that asking for it waits
+    for the step before the last one and not for the last one.
+
+    Args:
+      batch: the batch, or None if the data of this process have ended.
+      progress: progress of this process after the batch.
+      mesh: mesh of all devices.
+    """
+
+    def __init__(self, batch: dict[str, np.ndarray] | None, progress: Any, mesh: jax.sharding.Mesh):
+        self.batch, self.progress = batch, progress
+        self._all = (
+            None if not distributed.several() else distributed.all_say(batch is not None, mesh)
+        )
+
+    @property
+    def all_have(self) -> bool:
+        """Whether all processes have their batch."""
+        return self.batch is not None if self._all is None else bool(self._all)
 
 
 def open_batches(
@@ -226,6 +318,7 @@ def open_batches(
             position=position,
             context_length=c.context_length,
             image_size=c.image_size,
+            fitting=fitting(config),
             process_index=share.index,
             process_count=share.count,
             workers=c.workers,

@@ -18,14 +18,15 @@ from swjax.training.faults.errors import ExitCode
 from swjax.training.faults.failures import blame_data, blame_disk
 from swjax.training.faults.interrupt import Interrupt, catch
 from swjax.training.faults.nan_policy import Action, NanPolicy
-from swjax.training.inputs import Feed, fingerprints, open_splits
+from swjax.training.inputs import Feed, check_pictures, fingerprints, open_splits
 from swjax.training.log.console import Console
 from swjax.training.log.results import is_finished, record_setup, tell_results, write_results
 from swjax.training.log.step_log import StepLog
 from swjax.training.log.timing import Timing, is_due
-from swjax.training.setup import assemble, check_config, use_compilation_cache
+from swjax.training.setup import assemble, check_command, settle_recipe, use_compilation_cache
 from swjax.training.state.checkpoint import Checkpoints, check_shared, lock
 from swjax.training.state.mirror import Mirror
+from swjax.training.state.model_of_weights import settle_model
 from swjax.training.state.restore import finished_steps, init_or_restore
 
 
@@ -45,7 +46,7 @@ def train_and_evaluate(config: ConfigDict, workdir: str | Path) -> int:
     """
     distributed.start()
     distributed.check_same_start(config)
-    check_config(config)
+    check_command(config)
     use_compilation_cache(config)
     workdir = Path(workdir).expanduser()
     mirror = Mirror(config.checkpoint.mirror, workdir)
@@ -57,6 +58,7 @@ def train_and_evaluate(config: ConfigDict, workdir: str | Path) -> int:
         distributed.first_does(lambda: stack.enter_context(lock(workdir)))
         check_shared(workdir)
         distributed.first_does(mirror.fetch)
+        config = settle_recipe(settle_model(config, workdir), workdir)
         interrupt = stack.enter_context(catch())
         stack.enter_context(bad_examples)
         stack.enter_context(blame_data())
@@ -76,6 +78,7 @@ def train(config: ConfigDict, workdir: Path, interrupt: Interrupt, mirror: Mirro
     splits = open_splits(config)
     parts, prints = assemble(config, splits["train"]), fingerprints(splits)
     train_step, evaluate = parts.train_step(config), Evaluator(config, parts.graphdef, parts.mesh)
+    pictures = check_pictures(config, splits | evaluate.sets)
 
     with ExitStack() as stack:
         opened = lambda part: stack.enter_context(closing(part))
@@ -84,6 +87,8 @@ def train(config: ConfigDict, workdir: Path, interrupt: Interrupt, mirror: Mirro
         state, position = init_or_restore(config, checkpoints, parts.init, parts.like)
         step, stopping = finished_steps(state, parts.steps), False
         console = Console(parts.steps)
+        for line in pictures:
+            console.say(line)
         timing = opened(Timing(config.train.batch_size, parts.model))
         feed = opened(Feed(config, parts, prints, position, timing))
         distributed.first_does(lambda: record_setup(config, workdir, console, step))
@@ -96,7 +101,7 @@ def train(config: ConfigDict, workdir: Path, interrupt: Interrupt, mirror: Mirro
         validation.resume(step, state)
         while step < parts.steps and not stopping:
             # ------------------------------------------------------------------------ Step
-            batch = next(feed, None)  # None: the data failed; the run saves and ends
+            batch = next(feed, None)  # None: the data of a process failed; all save and end
             if batch:
                 log.before(step + 1, state, batch)
                 state, metrics = train_step(state, batch)
@@ -105,7 +110,7 @@ def train(config: ConfigDict, workdir: Path, interrupt: Interrupt, mirror: Mirro
                 interrupt.handle()
 
             # ------------------------------------------------------------------------ Log
-            stopping = distributed.should_stop(step, interrupt.requested or not batch)
+            stopping = batch is None or distributed.should_stop(step, interrupt.requested)
             evaluating = batch is not None and validation.is_due(step)
             saving = stopping or step == parts.steps or is_due(step, config.checkpoint.every_steps)
             records = log.due(step, now=evaluating or saving)

@@ -1,6 +1,7 @@
 """Assembles a run: devices, model, optimizer, train state and the compiled step."""
 
 import dataclasses
+import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -12,13 +13,19 @@ import optax
 from flax import nnx
 from ml_collections import ConfigDict
 
-from swjax import recipes
+from swjax import auto, data, recipes
+from swjax.kernels import targets
 from swjax.models import clip, sharding
 from swjax.nnx import set_layouts
 from swjax.training import config as config_lib
 from swjax.training.config import ConfigError, blame, choice
 from swjax.training.optimizer import make_optimizer, make_schedule, split_frozen
 from swjax.training.step import State, make_train_step
+
+logger = logging.getLogger(__name__)
+
+
+WEIGHTS = "weights"  # the value of `model.name` by which the model is that of the weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,11 +110,55 @@ def check_config(config: ConfigDict) -> tuple[jax.sharding.Mesh, clip.CLIPConfig
     Raises:
       ConfigError: a value is out of range, or does not fit the other values or the devices.
     """
+    return _mesh_of(config), model_config(config)
+
+
+def check_command(config: ConfigDict) -> None:
+    """Checks the config as far as possible without data and weights; see `check_config` for the errors."""
+    if config.model.name == WEIGHTS:  # the model is not known yet
+        _mesh_of(config)
+    else:
+        check_config(config)
+
+
+def _mesh_of(config: ConfigDict) -> jax.sharding.Mesh:
+    """Checks the config as far as possible without the model; returns the mesh of all devices."""
     with blame("mesh"):
         mesh = sharding.make_mesh(**config.mesh)
         sharding.batch_share(mesh)
     config_lib.validate(config, batch_shards=mesh.shape["data"] * mesh.shape["fsdp"])
-    return mesh, model_config(config)
+    return mesh
+
+
+def settle_recipe(config: ConfigDict, workdir: Path) -> ConfigDict:
+    """Returns the config with the name of the recipe that `model.recipe="auto"` stands for.
+
+    It is the recipe in the config.json of the workdir, or of `checkpoint.resume`, so that a run keeps
+    its recipe on other devices; without one it is the choice of `swjax.auto` for the devices and the model.
+
+    Raises:
+      ConfigError: the config.json of the run is damaged.
+    """
+    if config.model.recipe != auto.NAME:
+        return config
+    best = model_config(config).recipe
+    settled = config.copy_and_resolve_references()
+    for folder in filter(None, (workdir, config.checkpoint.resume)):
+        path = Path(folder) / "config.json"
+        if not path.exists():
+            continue
+        text, remedy = path.read_text(errors="replace"), "restore it from a copy, or remove it"
+        model = config_lib.read_json("config.json", text, remedy=remedy, model=dict)["model"]
+        kept = choice("model.recipe", model.get("recipe", ""), recipes.RECIPES)
+        if kept != best and jax.process_index() == 0:
+            logger.warning(
+                "the recipe 'auto' stays %r, with which the run in %s began: here it would be %r",
+                kept, folder, best,
+            )  # fmt: skip
+        best = kept
+        break
+    settled.model.recipe = best
+    return settled
 
 
 def model_config(config: ConfigDict) -> clip.CLIPConfig:
@@ -117,8 +168,9 @@ def model_config(config: ConfigDict) -> clip.CLIPConfig:
       ConfigError: the model does not exist, or its sizes do not fit each other.
     """
     c = config.model
-    choice("model.name", c.name, clip.CONFIGS)
-    choice("model.recipe", c.recipe, recipes.RECIPES)
+    choice("model.name", c.name, (*clip.CONFIGS, WEIGHTS))
+    _require_settled(config)
+    choice("model.recipe", c.recipe, recipes.NAMES)
     vision, text = ({k: v for k, v in c[tower].items() if v} for tower in ("vision", "text"))
     architecture = c.get("architecture", "clip")  # older versions wrote config.json without the key
     sizes: dict[str, Any] = {
@@ -128,8 +180,8 @@ def model_config(config: ConfigDict) -> clip.CLIPConfig:
     if c.embed_dim:
         sizes["embed_dim"] = c.embed_dim
     elif architecture == "siglip":  # SigLIP's embedding is the pooled patches, without a projection
-        sizes["embed_dim"] = c.vision.width or clip.CONFIGS[c.name].vision.width
-    if c.attention in ("cudnn", "fused", "triton") and jax.default_backend() != "gpu":
+        sizes["embed_dim"] = c.vision.width or preset(c.name).vision.width
+    if c.attention in ("cudnn", "fused", "triton") and targets.platform() != "gpu":
         raise ConfigError(
             f"config.model.attention={c.attention!r} needs a GPU: set it to 'xla' or ''"
         )
@@ -138,13 +190,45 @@ def model_config(config: ConfigDict) -> clip.CLIPConfig:
     same = ("recipe", "dtype", "remat", "scan_layers", "qk_norm", "gelu", "patch_dropout")
     with blame("model"):
         return clip.config(
-            c.name,
+            preset(c.name),
             architecture=architecture,
             attention=c.attention or None,
             layer_scale=0.0 if c.layer_scale else None,
             **{name: c[name] for name in same},
             **sizes,
         )
+
+
+def preset(name: str) -> clip.CLIPConfig:
+    """Returns the named model; for "weights", one whose sizes the keys of the config replace."""
+    return clip.CONFIGS["vit_b32" if name == WEIGHTS else name]
+
+
+def _require_settled(config: ConfigDict) -> None:
+    """Raises a ConfigError if a key stands for a value of weights that were not read."""
+    model, data_ = config.model, config.data
+    first = {
+        "model.architecture": model.get("architecture", "clip"),
+        "model.gelu": model.gelu,
+        "data.image_size": data_.image_size,
+        "data.context_length": data_.context_length,
+        "train.loss": config.train.loss,
+    }
+    if model.name == WEIGHTS:
+        first["model.vision.width"] = model.vision.width
+    unset = [f"config.{key}={value!r}" for key, value in first.items() if not value]
+    if unset:
+        raise ConfigError(
+            f"{', '.join(unset)} must be the value of weights: set config.model.name='weights' and "
+            "config.checkpoint.init_from, or these keys"
+        )
+
+
+def fitting(config: ConfigDict) -> data.Fitting:
+    """Returns how pictures become squares according to the config."""
+    names = [field.name for field in dataclasses.fields(data.Fitting)]
+    given = {name: config.model.vision.get(name) for name in names}  # older versions lack the keys
+    return data.Fitting(**{name: value for name, value in given.items() if value})
 
 
 def compile_step(

@@ -1,4 +1,4 @@
-"""Attention of short sequences in Triton, for Hopper. `heads` has what both passes share."""
+"""Attention of short sequences in Triton, for Hopper and Blackwell. `heads` has what both passes share."""
 
 from swjax.kernels.attention.triton.backward import attention_backward
 from swjax.kernels.attention.triton.forward import attention

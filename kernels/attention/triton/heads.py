@@ -177,9 +177,9 @@ def why_not(q: jax.Array, *_: Any, **__: Any) -> Unavailable | None:
     """Returns why the kernels cannot compute attention of these queries, or None if they can."""
     tokens, width = q.shape[1], q.shape[3]
     capability = tiles.compute_capability()
-    if capability != (9, 0):
+    if capability < (9, 0):
         return Unavailable(
-            f"needs Hopper (compute capability 9.0), and this GPU has {capability}: use 'xla'"
+            f"needs Hopper or Blackwell (compute capability 9.0), and this GPU has {capability}: use 'xla'"
         )
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return Unavailable(f"needs a 16-bit dtype, got {q.dtype}: use 'xla'")

@@ -4,7 +4,6 @@ import collections
 import contextlib
 import io
 import os
-import re
 import statistics
 import time
 from collections.abc import Iterable, Iterator
@@ -12,31 +11,20 @@ from typing import Any
 
 import jax
 
+from swjax.kernels import chips
 from swjax.models import clip
 
 # Laps that throughput excludes.
 NO_TRAINING = ("compilation", "evaluation", "saving", "rollback", "profile")
-# Dense 16-bit peak in FLOP/s. int8 and fp8 runs use the same peak, so that recipes are comparable.
-PEAK_FLOPS = (
-    (r"B200", 2.25e15),
-    (r"H100 PCIe", 7.56e14),
-    (r"H[12]00 NVL", 8.35e14),
-    (r"H[12]00", 9.89e14),  # GH200, too
-    (r"A100", 3.12e14),
-    (r"L40S", 3.62e14),
-    (r"\bL4\b", 1.21e14),
-    (r"4090", 1.65e14),
-    (r"V100", 1.25e14),
-    (r"TPU v4", 2.75e14),
-    (r"TPU v5 lite", 1.97e14),
-    (r"TPU v5", 4.59e14),
-    (r"TPU v6", 9.18e14),
-)
 
 
 def peak_flops(device: jax.Device) -> float | None:
-    """The device's dense 16-bit peak in FLOP/s, or None if it is unknown, as for CPUs."""
-    return next((peak for kind, peak in PEAK_FLOPS if re.search(kind, device.device_kind)), None)
+    """The dense 16-bit peak of a JAX device in FLOP/s, or None if it is unknown, as for CPUs.
+
+    int8 and fp8 runs use the same peak, so that recipes are comparable.
+    """
+    chip = chips.find(device.device_kind)
+    return chip.bf16 * 1e12 / chip.devices if chip else None
 
 
 def is_due(step: int, every: int) -> bool:

@@ -1,0 +1,119 @@
+"""The recipe "auto": which products are the fastest on the chip that a program is for."""
+
+import functools
+import sys
+import warnings
+from collections.abc import Iterable
+
+from swjax.kernels import chips, targets
+
+NAME = "auto"
+
+# The least k n / (k + n) of a weight [k, n] whose int8 weight gradient is faster than a 16-bit one. The
+# products take time in proportion to k n, the rotations of x and g in proportion to k + n. Measured on H200s:
+# the mean of ViT-L/14's weights is 683 and of Qwen3-0.6B's 699, where it does not pay; that of ViT-H/14's is
+# 853, where it does (docs/speed.md).
+LEAST_WIDTH = 768
+
+
+def choose(*shapes: tuple[int, ...], quietly: bool = False) -> str:
+    """The name of the recipe that "auto" stands for; the first call for a chip prints it.
+
+    int8 where its peak is at least that of fp8 and above that of bf16, else fp8, else 16 bits. On CPUs, which
+    serve to develop and test, it is "switchback". Rows of `swjax.kernels.chips` have the peaks; a GPU without
+    a row is taken for one of its compute capability.
+
+    Args:
+      *shapes: (k, n) of the weights that follow the recipe. "switchback_hadamard" is chosen only if they are
+        known and wide enough (`LEAST_WIDTH`), on GPUs with a kernel for its weight gradient (Hopper).
+      quietly: whether to print nothing.
+
+    >>> with targets.compiling_for("H200"):
+    ...     choose(quietly=True), choose((1280, 5120), quietly=True), choose((1024, 1024), quietly=True)
+    ('switchback', 'switchback_hadamard', 'switchback')
+    >>> with targets.compiling_for("TPU v7"):
+    ...     choose(quietly=True)
+    'fp8_switchback'
+    """
+    target = targets.current()
+    name, reason = _of(target)
+    if name == "switchback" and target.compute_capability == "9.0" and _are_wide(shapes):
+        name = "switchback_hadamard"
+    if not quietly:
+        _tell(name, f"{target.device_kind}: {reason}")
+    return name
+
+
+def _of(target: targets.Target) -> tuple[str, str]:
+    """The recipe of a device for narrow weights, and the reason."""
+    if target.platform == "cpu":
+        return "switchback", "CPUs compute every recipe"
+    chip = chip_of(target)
+    if chip is None:
+        return "standard", "no peaks are known, so layers stay in 16 bits"
+    int8, fp8, bf16 = map(chip.peak, ("int8", "float8", "bfloat16"))
+    peaks = f"peaks in T operations/s: int8 {int8:g}, fp8 {fp8:g}, bf16 {bf16:g}"
+    if int8 >= fp8 and int8 > bf16:
+        return "switchback", peaks
+    return ("fp8_switchback" if fp8 > bf16 else "standard"), peaks
+
+
+def chip_of(target: targets.Target) -> chips.Chip | None:
+    """The chip of a device, or the first one of its compute capability; None if there is none, as for CPUs.
+
+    >>> chip_of(targets.Target("gpu", "NVIDIA A800-SXM4-80GB", "8.0")).name
+    'A100'
+    """
+    if (chip := chips.find(target.device_kind)) is not None or not target.compute_capability:
+        return chip
+    alike = (c for c in chips.CHIPS if c.compute_capability == target.compute_capability)
+    return next(alike, None)
+
+
+def _are_wide(shapes: Iterable[tuple[int, ...]]) -> bool:
+    shapes = tuple(shapes)
+    products, rotations = sum(k * n for k, n in shapes), sum(k + n for k, n in shapes)
+    return bool(shapes) and products >= LEAST_WIDTH * rotations
+
+
+@functools.cache
+def _tell(name: str, where: str) -> None:
+    print(f"swjax: the recipe 'auto' is {name!r} on {where}", file=sys.stderr)
+
+
+def warn_if_slow(dtypes: Iterable[str], in_blocks: bool = False) -> None:
+    """Warns once for a chip if products of these quantized dtypes are not faster on it than those of bf16.
+
+    `in_blocks`: whether a recipe has products in block formats, which are emulated. On CPUs nothing warns.
+
+    >>> with targets.compiling_for("TPU v5e"):
+    ...     warn_if_slow(["int8"])
+    """
+    target = targets.current()
+    if target.platform == "cpu":
+        return
+    if in_blocks:
+        _warn_of_emulation(target.device_kind)
+    if (chip := chip_of(target)) is None:
+        return
+    slow = sorted({name for name in dtypes if chip.peak(name) <= chip.bf16})
+    if slow:
+        _warn(" and ".join(slow), target.device_kind, _of(target)[0])
+
+
+@functools.cache
+def _warn(slow: str, device_kind: str, best: str) -> None:
+    warnings.warn(
+        f"swjax: {slow} products are not faster than bf16 on {device_kind}: "
+        f"use the recipe 'auto', here {best!r}",
+        stacklevel=2,
+    )
+
+
+@functools.cache
+def _warn_of_emulation(device_kind: str) -> None:
+    warnings.warn(
+        f"swjax: products in block formats are emulated on {device_kind}, slower than bf16: they show a "
+        "recipe's accuracy; use the recipe 'auto' for speed",
+        stacklevel=2,
+    )

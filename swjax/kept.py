@@ -1,0 +1,29 @@
+"""The parameters of language models that stay in 16 bits, by the names in their paths."""
+
+import re
+
+# Parts of paths of parameters that language models keep in 16 bits; a part is what stands between slashes.
+_KEPT = {
+    "lora": r"\w*lora_?[ab](?:_\w+)?",
+    "head": r"(?:\w+_)?head|logits?(?:_?dense)?|lm_logits|embed_out|unembed\w*|output_(?:layer|projection)",
+    "router": r"\w*router\w*|\w*expert_gate|gating",
+    "gate": r"gate",
+    "embedding": r"\w*embed\w*|wte|wpe|(?:\w+_)?emb",
+    "norm": r"\w*norm(?:_?\d+|_\w)?|ln(?:_?\w)?",
+}
+# A regular expression of these parameters: see `swjax.quantized`.
+KEPT_IN_LLMS = (
+    r"(?i)(?:.*[/.])?(?:"
+    + "|".join(f"(?P<{kind}>{part})" for kind, part in _KEPT.items())
+    + r")(?:[/.].*)?|(?P<output>(?:params/|model/)*output[/.]\w+)"
+)
+
+
+def kept_kind(path: str) -> str:
+    """The kind of parameter that `KEPT_IN_LLMS` finds in a path; "" if it does not match.
+
+    >>> kept_kind("layers/3/mlp/router/kernel"), kept_kind("layers/3/mlp/gate_proj/kernel")
+    ('router', '')
+    """
+    match = re.fullmatch(KEPT_IN_LLMS, path)
+    return (match and match.lastgroup) or ""

@@ -1,0 +1,323 @@
+"""The parts that the rules of experts share: the forms of their arrays, and their products.
+
+Rows are sorted by expert. A weight [e, k, n] has a matrix for each expert. Its quantized forms are those of
+`swjax.linear.layer.Operand`: `quantized` [e, k, n], and `transposed` [e, n, k].
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from swjax.kernels import dispatch, reference, targets
+from swjax.kernels.reference import QTensor
+from swjax.linear.checks import OPERAND_DTYPES
+from swjax.linear.layer import Operand, from_bytes, name_for_checkpoint, to_bytes
+from swjax.recipes import LONGEST_INT8_SUM, Product, Quantizer, Recipe
+
+PRODUCTS = ("ragged_matmul", "ragged_weight_gradient", "ragged_block_weight_gradient")
+
+# Where a quantized weight gradient [k, n] of experts is worth its rotations. The product takes less time in
+# int8, in proportion to k n, and reading, rotating and writing the rows takes time in proportion to k + n.
+# By operations and bytes both are equal at k n / (k + n) = 660 on an H200. Experts of few rows leave most of
+# their last block empty.
+LEAST_RATIO = 700
+LEAST_ROWS = 512
+
+
+@dataclass(frozen=True)
+class ExpertLayer:
+    """One layer of experts without its arrays; static.
+
+    Attributes:
+      recipe: recipe of the products.
+      dtype: dtype of x and of the products without quantization.
+      out_dtype: dtype of y.
+      w_dtype: dtype of the gradient of w; None if w is quantized, and has no gradient.
+      implementation: see `swjax.kernels.dispatch`; None chooses.
+      precision: precision of the products without quantization, see `jax.lax.dot_general`.
+    """
+
+    recipe: Recipe
+    dtype: str
+    out_dtype: str
+    w_dtype: str | None
+    implementation: str | None = None
+    precision: jax.lax.PrecisionLike = None
+
+    @property
+    def quantizes_weight_once(self) -> bool:
+        """Whether the forward product and the input gradient read the same quantized weight."""
+        fwd, dgrad = self.recipe.fwd, self.recipe.dgrad
+        if fwd is None or dgrad is None:
+            return False
+        return self.recipe.save_quantized or (fwd.rhs == dgrad.rhs and fwd.rhs.scope == "tensor")
+
+    @property
+    def reads_last_axis(self) -> bool:
+        """Whether products read quantized weights along the last axis, as GPU kernels need it."""
+        return targets.platform() == "gpu" and self.implementation != "xla"
+
+
+# --- the forms that products read ---------------------------------------------------------------------
+
+
+def quantize_rows(product: Product | None, x: jax.Array, layer: ExpertLayer) -> Any:
+    """x [m, k] as the left operand of a product: a QTensor with a scale for each row, or x itself."""
+    if product is None:
+        return x
+    options: dict[str, Any] = {"dtype": product.lhs.dtype, "implementation": layer.implementation}
+    return dispatch.run("quantize", x, axes=(1,), **options)
+
+
+def forward_weight(w: jax.Array | QTensor, layer: ExpertLayer) -> Operand:
+    """A weight, quantized for the forward product; and for the input gradient if both read the same.
+
+    Args:
+      w: [e, k, n], or a QTensor that stores [e, n, k].
+      layer: the layer.
+    """
+    fwd = layer.recipe.fwd
+    if isinstance(w, QTensor):
+        return Operand(transposed=w)
+    if fwd is None:
+        return Operand(w)
+    if layer.reads_last_axis and layer.quantizes_weight_once and fwd.rhs.scope == "tensor":
+        absmax = reference.absolute_maximum(w, (1, 2)).reshape(len(w), 1)
+        forms = dispatch.run(
+            "quantize_both", w, absmax, dtype=fwd.rhs.dtype, implementation=layer.implementation
+        )
+    else:
+        q = _quantize_weight(fwd.rhs, w, 1)
+        forms = (None, _transposed(q)) if layer.reads_last_axis else (q, None)
+    q, transposed = (form and name_for_checkpoint(form, "swjax_w") for form in forms)
+    return Operand(w, q, transposed)
+
+
+def saved_weight(w: jax.Array | QTensor, forms: Operand, layer: ExpertLayer) -> Operand:
+    """What the backward pass reads of a weight; fp8 values as bytes."""
+    if not isinstance(w, QTensor):
+        if not layer.quantizes_weight_once:
+            return Operand(w)
+        transposed = forms.transposed if forms.quantized is None else None
+        forms = Operand(None, forms.quantized, transposed)
+    return jax.tree.map(to_bytes, forms)
+
+
+def saved_rows(x: jax.Array | QTensor, layer: ExpertLayer) -> QTensor | None:
+    """The quantized rows that are saved for the backward pass; None: it reads the rows themselves."""
+    if not layer.recipe.save_quantized:
+        return None
+    assert isinstance(x, QTensor), "a recipe that saves quantized arrays quantizes"
+    return QTensor(to_bytes(x.values), x.scale)
+
+
+def restored(saved: Any, quantizer: Quantizer) -> Any:
+    """The inverse of the conversion to bytes of `saved_weight` and `saved_rows`."""
+    return jax.tree.map(partial(from_bytes, dtype=quantizer.dtype), saved)
+
+
+def _backward_weight(w: Operand, layer: ExpertLayer) -> tuple[jax.Array | QTensor, int]:
+    """A weight in the form that the input gradient reads, and the axis that it is summed over."""
+    dgrad = layer.recipe.dgrad
+    if dgrad is not None:
+        for q, axis in ((w.quantized, 2), (w.transposed, 1)):
+            if q and q.values.dtype == dgrad.rhs.dtype and q.scale.shape[axis] == 1:
+                return q, axis
+    if dgrad is None:
+        return _array(w, layer.dtype), 2
+    array = w.array if w.array is not None else _array(w, "float32")
+    return _quantize_weight(dgrad.rhs, array, 2), 2
+
+
+def _forward_weight(w: Operand, layer: ExpertLayer) -> tuple[jax.Array | QTensor, int]:
+    """A weight in the form that the forward product reads, and the axis that it is summed over."""
+    if layer.recipe.fwd is None:
+        return _array(w, layer.dtype), 1
+    if w.transposed is not None:
+        return w.transposed, 2
+    assert w.quantized is not None, "see `forward_weight`"
+    return w.quantized, 1
+
+
+def _array(w: Operand, dtype: str) -> jax.Array:
+    if w.array is not None:
+        return w.array.astype(dtype)
+    if w.quantized is not None:
+        return reference.dequantize(w.quantized, dtype)
+    assert w.transposed is not None, "a weight has at least one form"
+    return reference.dequantize(_transposed(w.transposed), dtype)
+
+
+def _quantize_weight(quantizer: Quantizer, w: jax.Array, axis: int) -> QTensor:
+    """w [e, k, n] quantized for a product that sums over `axis`."""
+    axes = (1, 2) if quantizer.scope == "tensor" else (axis,)
+    return reference.quantize(w, axes, quantizer.dtype)
+
+
+def _transposed(q: QTensor) -> QTensor:
+    return QTensor(q.values.mT, q.scale.mT)
+
+
+# --- the products -------------------------------------------------------------------------------------
+
+
+def output(
+    x: jax.Array | QTensor, w: Operand, group_sizes: jax.Array, layer: ExpertLayer
+) -> jax.Array:
+    """``y = x w[expert of a row]``: [m, n] in the layer's `out_dtype`."""
+    b, axis = _forward_weight(w, layer)
+    return _multiply(x, b, group_sizes, None, axis=axis, out_dtype=layer.out_dtype, layer=layer)
+
+
+def input_gradient(
+    g: jax.Array | QTensor,
+    w: Operand,
+    group_sizes: jax.Array,
+    layer: ExpertLayer,
+    addend: jax.Array | None = None,
+) -> jax.Array:
+    """``dx = g w[expert of a row]T + addend``: [m, k] in the layer's dtype."""
+    b, axis = _backward_weight(w, layer)
+    return _multiply(g, b, group_sizes, addend, axis=axis, out_dtype=layer.dtype, layer=layer)
+
+
+def _multiply(a, b, group_sizes, addend, *, axis, out_dtype, layer: ExpertLayer) -> jax.Array:
+    options: dict[str, Any] = {"axis": axis, "out_dtype": out_dtype}
+    if not isinstance(a, QTensor):
+        options["precision"] = layer.precision
+    options["implementation"] = _implementation(a, layer)
+    return dispatch.run("ragged_matmul", a, b, group_sizes, addend, **options)
+
+
+def weight_gradients(
+    x: jax.Array, gs: tuple[jax.Array, ...], group_sizes: jax.Array, layers: tuple[ExpertLayer, ...]
+) -> tuple[jax.Array | None, ...]:
+    """``xT g`` over the rows of each expert, for each g; None for a quantized weight.
+
+    `layers` have one recipe, and weights of one shape.
+    """
+    dtypes = {layer.w_dtype for layer in layers} - {None}
+    if not dtypes:
+        return (None,) * len(layers)
+    recipe, gs = layers[0].recipe, tuple(g.astype(x.dtype) for g in gs)
+    shape = len(group_sizes), x.shape[1], gs[0].shape[1]
+    options: dict[str, Any] = {"implementation": _implementation(x, layers[0])}
+    if rotates_rows(recipe, len(x), shape):
+        assert recipe.wgrad is not None, "see `rotates_rows`"
+        lhs, rhs = recipe.wgrad.lhs, recipe.wgrad.rhs
+        options |= {"dtypes": (lhs.dtype, rhs.dtype), "block": lhs.block, "rotation": lhs.rotation}
+        options["out_dtype"] = dtypes.pop() if len(dtypes) == 1 else "float32"
+        dws = dispatch.run("ragged_block_weight_gradient", x, gs, group_sizes, **options)
+        pairs = zip(dws, layers, strict=True)
+        return tuple(dw.astype(layer.w_dtype) if layer.w_dtype else None for dw, layer in pairs)
+    options["precision"] = layers[0].precision
+    run = partial(dispatch.run, "ragged_weight_gradient", x, **options)
+    return tuple(
+        run(g, group_sizes, out_dtype=layer.w_dtype) if layer.w_dtype else None
+        for g, layer in zip(gs, layers, strict=True)
+    )
+
+
+def rotates_rows(recipe: Recipe, m: int, shape: tuple[int, ...]) -> bool:
+    """Whether the weight gradient of experts is quantized, for m rows and weights of a shape [e, k, n].
+
+    If not, a recipe that quantizes it computes it in the dtype of x.
+
+    >>> from swjax.recipes import RECIPES
+    >>> [rotates_rows(RECIPES["switchback_hadamard"], 32_768, (8, 4096, n)) for n in (14_336, 768)]
+    [True, False]
+    """
+    e, k, n = shape
+    return recipe.wgrad is not None and m >= e * LEAST_ROWS and k * n >= LEAST_RATIO * (k + n)
+
+
+def _implementation(a: jax.Array | QTensor, layer: ExpertLayer) -> str | None:
+    """XLA multiplies float32, also if a layer names kernels for its quantized products."""
+    if isinstance(a, QTensor) or a.dtype.itemsize == 2:
+        return layer.implementation
+    return "xla"
+
+
+def exact_output(x: jax.Array, w: Any, group_sizes: jax.Array, layer: ExpertLayer) -> jax.Array:
+    """y without quantization, which JAX differentiates."""
+    w = _transposed(w) if isinstance(w, QTensor) else w
+    w = reference.dequantize(w, layer.dtype) if isinstance(w, QTensor) else w.astype(layer.dtype)
+    options: dict[str, Any] = {"out_dtype": layer.out_dtype, "precision": layer.precision}
+    return reference.ragged_matmul(x, w, group_sizes, axis=1, **options)
+
+
+# --- checks -------------------------------------------------------------------------------------------
+
+
+def check(
+    name: str, x: jax.Array | jax.ShapeDtypeStruct, w: Any, group_sizes: jax.Array, recipe: Recipe
+) -> None:
+    """Raises a ValueError if these are not arrays of a layer of experts; `name` is the function's."""
+    check_shapes(name, x, w, group_sizes)
+    check_group_sizes(x, group_sizes)
+    check_recipe(name, recipe, shape_of(w))
+
+
+def shape_of(w: jax.Array | QTensor) -> tuple[int, ...]:
+    """The shape [e, k, n] of a weight."""
+    if not isinstance(w, QTensor):
+        return w.shape
+    *stack, n, k = w.values.shape
+    return *stack, k, n
+
+
+def check_shapes(
+    name: str, x: jax.Array | jax.ShapeDtypeStruct, w: Any, group_sizes: jax.Array
+) -> None:
+    """Raises a ValueError if shapes or dtypes do not fit."""
+    shape = shape_of(w)
+    fit = x.ndim == 2 and len(shape) == 3 and x.shape[1] == shape[1]
+    if not fit or group_sizes.shape != shape[:1]:
+        raise ValueError(
+            f"{name} needs x [m, k], w [e, k, n] and group_sizes [e], got x "
+            f"{x.shape}, w {shape} and group_sizes {group_sizes.shape}: sort the rows of x by expert, and "
+            "transpose w"
+        )
+    for operand, array in {"x": x, "w": w}.items():
+        if not isinstance(array, QTensor) and array.dtype not in OPERAND_DTYPES:
+            raise ValueError(
+                f"{operand} must be float16, bfloat16 or float32, got {array.dtype}: cast it first"
+            )
+
+
+def check_group_sizes(x: jax.Array | jax.ShapeDtypeStruct, group_sizes: jax.Array) -> None:
+    """Raises a ValueError if these are no numbers of rows; traced values are not read."""
+    if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
+        raise ValueError(
+            f"group_sizes must be integers, got {group_sizes.dtype}: pass numbers of rows"
+        )
+    if isinstance(group_sizes, jax.core.Tracer):
+        return
+    sizes = np.asarray(group_sizes, np.int64)
+    if sizes.min(initial=0) < 0 or sizes.sum() > x.shape[0]:
+        raise ValueError(
+            f"group_sizes must be at least 0 and add up to at most the {x.shape[0]} rows of x, got "
+            f"{sizes.tolist()}: count the rows of each expert"
+        )
+
+
+def check_recipe(name: str, recipe: Recipe, shape: tuple[int, ...]) -> None:
+    """Raises a ValueError if experts with weights of this shape [e, k, n] cannot follow the recipe."""
+    products = [product for product in (recipe.fwd, recipe.dgrad) if product is not None]
+    plain = [(p.lhs.scope, p.lhs.rotation, p.outlier_threshold) for p in products]
+    blocks = recipe.wgrad is None or recipe.wgrad.lhs.scope == "block"
+    if not blocks or any(each != ("row", 1, 0) for each in plain):
+        raise ValueError(
+            f"{name} needs a recipe that quantizes rows of x, without rotated features and outliers, and "
+            f"computes the weight gradient in 16 bits or in blocks of tokens, got {recipe}: use "
+            "'switchback', 'switchback_m', 'switchback_q', 'switchback_hadamard' or 'fp8_switchback'"
+        )
+    longest = max(shape[1:])
+    if longest > LONGEST_INT8_SUM:
+        raise ValueError(
+            f"{name} adds up to {LONGEST_INT8_SUM} int8 products, got w {shape}: split w"
+        )

@@ -1,0 +1,168 @@
+"""Forward and backward pass of the layers of experts, with their derivatives, as in `swjax.linear.rules`."""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from swjax.kernels import dispatch
+from swjax.kernels.gated.reference import gated
+from swjax.kernels.reference import QTensor, dequantize
+from swjax.linear import experts
+from swjax.linear.experts import ExpertLayer
+from swjax.linear.interception import without_interception
+from swjax.linear.layer import Operand, name_for_checkpoint
+from swjax.linear.rules import differentiated_as
+
+# --- one layer ----------------------------------------------------------------------------------------
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def ragged(x: jax.Array, w: Any, group_sizes: jax.Array, layer: ExpertLayer) -> jax.Array:
+    """``x w[expert of a row]``; see `swjax.ragged_switchback`."""
+    return _ragged_forward(x, w, group_sizes, layer)[0]
+
+
+@without_interception
+def _ragged_forward(x, w, group_sizes, layer: ExpertLayer):
+    rows, weight, sizes = lax.stop_gradient((x, w, group_sizes))
+    lhs, forms = _quantized_input(rows, layer), experts.forward_weight(weight, layer)
+    y = experts.output(lhs, forms, sizes, layer)
+    y = differentiated_as(partial(_exact, layer), y, x, w, group_sizes)
+    saved = experts.saved_rows(lhs, layer), experts.saved_weight(weight, forms, layer)
+    # Of x and w compilers remove what the backward pass does not read.
+    return checkpoint_name(y, "swjax_y"), (x, w, group_sizes, saved)
+
+
+@without_interception
+def _ragged_backward(layer: ExpertLayer, residuals, g):
+    *inputs, _ = residuals
+    (x, _, sizes, saved), constant = lax.stop_gradient((residuals, g))
+    x, (w,) = _restored(x, saved, (layer,))
+    lhs = _quantized_gradient(constant, layer)
+    dx = experts.input_gradient(lhs, w, sizes, layer)
+    (dw,) = experts.weight_gradients(x, (constant,), sizes, (layer,))
+    exact = partial(_exact_gradients, partial(_exact, layer))
+    return *differentiated_as(exact, (dx, dw), *inputs, g), None
+
+
+ragged.defvjp(_ragged_forward, _ragged_backward)
+
+
+def _quantized_input(x: jax.Array, layer: ExpertLayer) -> jax.Array | QTensor:
+    q = experts.quantize_rows(layer.recipe.fwd, x, layer)
+    return name_for_checkpoint(q, "swjax_x") if layer.recipe.save_quantized else q
+
+
+def _quantized_gradient(g: jax.Array, layer: ExpertLayer) -> jax.Array | QTensor:
+    return experts.quantize_rows(layer.recipe.dgrad, g, layer)
+
+
+def _restored(
+    x: jax.Array, saved: tuple[Any, ...], layers: tuple[ExpertLayer, ...]
+) -> tuple[jax.Array, list[Operand]]:
+    """Returns the rows that the weight gradient reads, and the saved forms of the weights."""
+    fwd, (rows, *ws) = layers[0].recipe.fwd, saved
+    if fwd is not None:
+        ws = [experts.restored(w, fwd.rhs) for w in ws]
+        x = x if rows is None else dequantize(experts.restored(rows, fwd.lhs), x.dtype.name)
+    return x, ws
+
+
+def _exact(layer: ExpertLayer, x, w, group_sizes):
+    return experts.exact_output(x, w, group_sizes, layer)
+
+
+def _exact_gradients(exact, x, ws, group_sizes, g):
+    dx, dws = jax.vjp(lambda x, ws: exact(x, ws, group_sizes), x, ws)[1](g)
+    is_quantized = lambda leaf: isinstance(leaf, QTensor)
+    return dx, jax.tree.map(lambda d: None if is_quantized(d) else d, dws, is_leaf=is_quantized)
+
+
+# --- gate, up, activation, down -----------------------------------------------------------------------
+
+
+class MLPLayers(NamedTuple):
+    """The layers of `gated_mlp`. They have one recipe."""
+
+    gate: ExpertLayer
+    up: ExpertLayer
+    down: ExpertLayer
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def gated_mlp(
+    x: jax.Array, ws: Any, group_sizes: jax.Array, layers: MLPLayers, activation: str
+) -> jax.Array:
+    """See `swjax.gated_ragged_mlp`; `ws` are the weights of gate, up and down."""
+    return _mlp_forward(x, ws, group_sizes, layers, activation)[0]
+
+
+@without_interception
+def _mlp_forward(x, ws, group_sizes, layers: MLPLayers, activation: str):
+    rows, weights, sizes = lax.stop_gradient((x, ws, group_sizes))
+    fwd = layers.down.recipe.fwd
+    lhs = _quantized_input(rows, layers.gate)
+    forms = tuple(map(experts.forward_weight, weights, layers))
+    gate, up = (
+        checkpoint_name(experts.output(lhs, w, sizes, layer), "swjax_y")
+        for w, layer in zip(forms[:2], layers[:2])
+    )
+    h, q = dispatch.run(
+        "gated",
+        gate,
+        up,
+        activation=activation,
+        quantize_to=fwd.lhs.dtype if fwd else None,
+        high_precision=fwd is None,
+        implementation=layers.down.implementation,
+    )
+    y = experts.output(h if q is None else q, forms[2], sizes, layers.down)
+    y = differentiated_as(partial(_exact_mlp, layers, activation), y, x, ws, group_sizes)
+    saved = (
+        experts.saved_rows(lhs, layers.gate),
+        *map(experts.saved_weight, weights, forms, layers),
+    )
+    return checkpoint_name(y, "swjax_y"), (x, ws, group_sizes, (gate, up), saved)
+
+
+@without_interception
+def _mlp_backward(layers: MLPLayers, activation: str, residuals, g):
+    inputs = residuals[:3]
+    (x, _, sizes, hidden, saved), constant = lax.stop_gradient((residuals, g))
+    x, (w_gate, w_up, w_down) = _restored(x, saved, layers)
+    dgrad = layers.down.recipe.dgrad
+    lhs = _quantized_gradient(constant, layers.down)
+    dh = experts.input_gradient(lhs, w_down, sizes, layers.down)
+    recompute = layers.down.w_dtype is not None
+    dgate, dup, q_gate, q_up, h = dispatch.run(
+        "gated_backward",
+        *hidden,
+        dh,
+        activation=activation,
+        quantize_to=dgrad.lhs.dtype if dgrad else None,
+        recompute=recompute,
+        implementation=layers.down.implementation,
+    )
+    dx = experts.input_gradient(dgate if q_gate is None else q_gate, w_gate, sizes, layers.gate)
+    dx = experts.input_gradient(dup if q_up is None else q_up, w_up, sizes, layers.up, dx)
+    dws = (
+        *experts.weight_gradients(x, (dgate, dup), sizes, layers[:2]),
+        *experts.weight_gradients(h, (constant,), sizes, layers[2:]),
+    )
+    exact = partial(_exact_gradients, partial(_exact_mlp, layers, activation))
+    return *differentiated_as(exact, (dx, dws), *inputs, g), None
+
+
+gated_mlp.defvjp(_mlp_forward, _mlp_backward)
+
+
+def _exact_mlp(layers: MLPLayers, activation: str, x, ws, group_sizes):
+    gate, up = (
+        experts.exact_output(x, w, group_sizes, layer) for w, layer in zip(ws[:2], layers[:2])
+    )
+    h, _ = gated(gate, up, activation=activation)
+    assert h is not None, "high_precision=True"
+    return experts.exact_output(h, ws[2], group_sizes, layers.down)

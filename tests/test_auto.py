@@ -1,0 +1,148 @@
+"""The recipe "auto": what it stands for on each chip, where it is accepted, and that runs keep it."""
+
+import json
+import logging
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import swjax
+import swjax.nnx
+from configs import common
+from swjax import auto, recipes
+from swjax.kernels import chips, dispatch, targets
+from swjax.models import clip
+from swjax.training.config import ConfigError
+from swjax.training.setup import settle_recipe
+
+pytestmark = pytest.mark.skipif(
+    jax.default_backend() != "cpu", reason="what the host is stands in the expected messages"
+)
+
+X = jax.ShapeDtypeStruct((1024, 2048), jnp.bfloat16)
+WIDE, NARROW = (jax.ShapeDtypeStruct((2048, n), jnp.float32) for n in (2048, 256))
+
+
+@pytest.fixture(autouse=True)
+def says_it_again():
+    auto._tell.cache_clear()
+    auto._warn.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "chip, recipe",
+    [
+        ("V100", "standard"),
+        ("A100", "switchback"),
+        ("RTX 4090", "switchback"),
+        ("L4", "switchback"),
+        ("H200", "switchback_hadamard"),
+        ("B200", "switchback"),
+        ("B300", "fp8_switchback"),
+        ("RTX 5090", "switchback"),
+        ("TPU v4", "standard"),
+        ("TPU v5e", "switchback"),
+        ("TPU v5p", "switchback"),
+        ("TPU v6e", "switchback"),
+        ("TPU v7", "fp8_switchback"),
+        ("TPU 8i", "fp8_switchback"),
+    ],
+)
+def test_the_choice_for_a_chip(chip, recipe, capsys):
+    with targets.compiling_for(chip):
+        assert auto.choose(WIDE.shape) == recipe
+        assert recipes.get("auto", WIDE.shape) == recipes.RECIPES[recipe]
+    said = capsys.readouterr().err
+    assert (
+        said.count("\n") == 1
+        and repr(recipe) in said
+        and f"int8 {chips.named(chip).int8 or 0}" in said
+    )
+
+
+def test_it_is_said_once(capsys):
+    for _ in range(3):
+        swjax.switchback(jnp.ones((2, 8)), jnp.ones((8, 4)), recipe="auto")
+    assert capsys.readouterr().err == (
+        f"swjax: the recipe 'auto' is 'switchback' on {jax.devices()[0].device_kind}: CPUs compute every "
+        "recipe\n"
+    )
+
+
+def test_unknown_devices():
+    known = targets.Target("gpu", "NVIDIA H300 of another make", "9.0")
+    assert auto.chip_of(known).compute_capability == "9.0"
+    for target in (
+        targets.Target("gpu", "AMD Instinct MI300X", "gfx942"),
+        targets.Target("tpu", "TPU9"),
+    ):
+        assert auto.chip_of(target) is None and auto._of(target)[0] == "standard"
+
+
+def operations(w):
+    """The operations of a layer with this weight, forward and backward."""
+    layer = lambda x, w: swjax.switchback(x, w, recipe="auto", implementation="xla")
+    with dispatch.record() as calls:
+        jax.eval_shape(lambda x, w: jax.vjp(layer, x, w)[1](x[:, : w.shape[1]]), X, w)
+    return {operation for operation, _ in calls}
+
+
+def test_a_layer_depends_on_the_chip_and_its_width():
+    with targets.compiling_for("H200"), warnings.catch_warnings(action="ignore"):
+        assert operations(NARROW) >= {"matmul", "weight_gradient"}
+        assert operations(WIDE) >= {"matmul", "block_weight_gradient"}
+    with targets.compiling_for("TPU v4"):
+        assert "matmul" not in operations(WIDE)
+
+
+def test_models_accept_it():
+    with targets.compiling_for("H200"):
+        model = nnx.eval_shape(lambda: nnx.Linear(2048, 2048, rngs=nnx.Rngs(0)))
+        swjax.nnx.quantize_model(model, {".*": "auto"})
+        assert swjax.nnx.product_of(model).recipe == recipes.RECIPES["switchback_hadamard"]
+        assert clip.config("vit_h14", recipe="auto").recipe == "switchback_hadamard"
+        assert clip.config("vit_l14", recipe="auto").recipe == "switchback"
+    params = {"w": jnp.ones((8, 4))}
+    apply = lambda params, x: x @ params["w"]
+    report = swjax.quantized(apply, {".*": "auto"}).report(params, jnp.ones((2, 8)))
+    assert "switchback" in str(report)
+    assert clip.config("tiny", recipe="auto").recipe == "switchback"
+
+
+@pytest.mark.parametrize(
+    "chip, recipe", [("B300", "switchback"), ("TPU v7", "switchback"), ("A100", "fp8_switchback")]
+)
+def test_a_recipe_that_is_slow_on_the_chip_warns_once(chip, recipe):
+    layer = lambda x, w: swjax.switchback(x, w, recipe=recipe, implementation="xla")
+    with (
+        targets.compiling_for(chip),
+        pytest.warns(UserWarning, match="not faster than bf16") as found,
+    ):
+        jax.eval_shape(layer, X, WIDE)
+        jax.eval_shape(layer, X, NARROW)
+    assert sum("not faster" in str(each.message) for each in found) == 1
+    with targets.compiling_for(chip), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jax.eval_shape(
+            lambda x, w: swjax.switchback(x, w, recipe="auto", implementation="xla"), X, NARROW
+        )
+
+
+def test_a_run_keeps_its_recipe(tmp_path, caplog):
+    config = common.get_config()
+    with config.unlocked():
+        config.model.recipe = "auto"
+    begun = settle_recipe(config, tmp_path)
+    assert (config.model.recipe, begun.model.recipe) == ("auto", "switchback")
+    (tmp_path / "config.json").write_text(begun.to_json())
+    with targets.compiling_for("TPU v7"), caplog.at_level(logging.WARNING):
+        assert settle_recipe(config, tmp_path / "other").model.recipe == "fp8_switchback"
+        assert not caplog.records
+        assert settle_recipe(config, tmp_path).model.recipe == "switchback"
+        assert "'auto' stays 'switchback'" in caplog.text and "'fp8_switchback'" in caplog.text
+    (tmp_path / "config.json").write_text(json.dumps({"model": {"recipe": "int9"}}))
+    with pytest.raises(ConfigError, match="int9"):
+        settle_recipe(config, tmp_path)
