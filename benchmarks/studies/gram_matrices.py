@@ -2,8 +2,8 @@
 
     python benchmarks/studies/gram_matrices.py                # half a minute on a CPU
 
-Prints, for each dtype and division of five steps into segments with one Gram matrix each, the largest singular
-value of the results, and the largest error of a singular value above 0.2 % of the norm, against float64.
+Prints, for each dtype and division of five steps into segments with one Gram matrix each, the largest
+singular value of the results, and the largest error of those above 0.2 % of the norm, against float64.
 """
 
 import argparse
