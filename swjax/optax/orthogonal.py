@@ -268,7 +268,6 @@ def scale_by_muon(
     stacks: Sequence[tuple[int, ...] | MatrixAxes] = (),
     coefficients: str = "quintic",
     steps: int = STEPS,
-    implementation: str | None = None,
 ) -> optax.GradientTransformation:
     """`optax.contrib.scale_by_muon(consistent_rms=0.2)` for matrices and stacks of matrices; see `muon`.
 
@@ -276,7 +275,6 @@ def scale_by_muon(
       momentum, dtype, coefficients, steps: see `muon`.
       stacks: for each parameter its `MatrixAxes`, or the axes that enumerate its matrices; (): all but the
         last two.
-      implementation: see `newton_schulz.orthogonalize`.
     """
     reference = contrib.scale_by_muon(beta=momentum)
 
@@ -311,11 +309,7 @@ def scale_by_muon(
         leaves = [
             each.restore(x * (SCALE * math.sqrt(max(x.shape[-2:]))), before.shape)
             for x, each, before in zip(
-                orthogonalize_all(
-                    in_front, state.ns_coeffs, dtype, steps=steps, implementation=implementation
-                ),
-                axes,
-                leaves,
+                orthogonalize_all(in_front, state.ns_coeffs, dtype, steps=steps), axes, leaves
             )
         ]
         updates = jax.tree.unflatten(structure, leaves)
