@@ -118,7 +118,9 @@ def eight_bit_moments(
 
     def init(params):
         count = jnp.zeros([], jnp.int32)
-        return EightBitMomentsState(count, encoded(optimizer.init(params), count))
+        # Without the barrier, XLA would round the zeros while it compiles.
+        inner = jax.lax.optimization_barrier(optimizer.init(params))
+        return EightBitMomentsState(count, encoded(inner, count))
 
     def update(grads, state, params=None, **extra_args):
         inner = jax.tree.map(
