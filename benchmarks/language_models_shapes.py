@@ -105,6 +105,9 @@ def parse(argv: list[str] | None, arms: Iterable[str]) -> argparse.Namespace:
         help="dtype in which devices sum the gradients of matrices",
     )
     parser.add_argument("--remat", action="store_true", help="recompute each block's forward pass")
+    parser.add_argument(
+        "--at_once", type=int, default=1, help="programs that compile together, before the first is timed"
+    )
     parser.add_argument("--seconds", type=float, default=540, help="no case starts after this")
     parser.add_argument("--out", type=Path, help="JSON file, rewritten after every row")
     args = parser.parse_args(argv)

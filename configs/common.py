@@ -38,8 +38,9 @@ KEYS: dict[str, tuple] = {
     "model.text.mlp_ratio": (0.0, "[0, 64]", "features of the MLP / width; 0: the named model's own"),
     "model.embed_dim": (0, "[0, 65536]", "features of an embedding; 0: the named model's own"),
     "model.recipe": ("switchback", (
-        "auto", "standard", "switchback", "switchback_m", "switchback_q", "switchback_hadamard",
-        "int8_hadamard", "llm_int8", "llm_int8_outlier6", "fp8_switchback", "fp8_tensorwise"),
+        "standard", "switchback", "switchback_m", "switchback_q", "switchback_hadamard",
+        "int8_hadamard", "llm_int8", "llm_int8_outlier6", "fp8_switchback", "fp8_tensorwise",
+        "fp8_hadamard", "fp8_block128", "mxfp8", "nvfp4", "auto"),
         "precision of the linear layers of every block; auto: the fastest on the chip when the run begins"),
     "model.dtype": ("bfloat16", ("float32", "bfloat16", "float16"),
         "dtype of computation; parameters are float32"),
@@ -109,8 +110,8 @@ KEYS: dict[str, tuple] = {
 
     "optimizer.name": ("stable_adamw", ("stable_adamw", "adamw", "muon"),
         "muon: Muon for the matrices of the blocks, with a momentum of 0.95, and AdamW for the rest. "
-        "Both use learning_rate, whose scale is that of AdamW. Muon's products are in bfloat16 if "
-        "model.dtype is, and in float32 otherwise"),
+        "Both use learning_rate, whose scale is that of AdamW. Muon's products are in float16 (on "
+        "TPUs bfloat16) if model.dtype has 16 bits, and in float32 otherwise"),
     "optimizer.learning_rate": (2e-3, "(0, 1e6]", "peak of the schedule"),
     "optimizer.b1": (0.9, "[0, 1)", "decay of the first moment"),
     "optimizer.b2": (0.99, "[0, 1)", "decay of the second moment"),

@@ -46,9 +46,9 @@ OPERATIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "block_weight_gradient_group": ("mosaic_gpu",),
     },
     "ragged": {
-        "ragged_matmul": ("triton",),
-        "ragged_weight_gradient": ("triton",),
-        "ragged_block_weight_gradient": ("triton",),
+        "ragged_matmul": ("mosaic_gpu", "triton"),
+        "ragged_weight_gradient": ("mosaic_gpu", "triton"),
+        "ragged_block_weight_gradient": ("mosaic_gpu", "triton"),
     },
     "symmetric": {"symmetric_product": ("triton",)},
     "norms": {
@@ -125,6 +125,11 @@ def record() -> Iterator[list[tuple[str, str]]]:
     calls = _Calls()
     with _calls(calls):
         yield calls
+
+
+def is_recording() -> bool:
+    """Whether `record` lists operations."""
+    return _calls.value is not None
 
 
 class _Calls(list):

@@ -19,8 +19,8 @@ LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 INVERSE = {name: float(np.float32(1.0 / largest)) for name, largest in LARGEST.items()}
 
 # Stored mantissa bits, and the exponent of the smallest normal value.
-FP8_MANTISSA_BITS = {"float8_e4m3fn": 3, "float8_e5m2": 2}
-FP8_SMALLEST_EXPONENT = {"float8_e4m3fn": -6, "float8_e5m2": -14}
+FP8_MANTISSA_BITS = {"float8_e4m3fn": 3, "float8_e5m2": 2, "float4_e2m1fn": 1}
+FP8_SMALLEST_EXPONENT = {"float8_e4m3fn": -6, "float8_e5m2": -14, "float4_e2m1fn": 0}
 
 
 class QTensor(NamedTuple):
@@ -115,15 +115,17 @@ def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return high, x - high
 
 
-def round_to_fp8(x: jax.Array, dtype: str) -> jax.Array:
-    """Rounds `x` to the spacing of an fp8 format, ties to even, in fp32.
+def round_to_fp8(x: jax.Array, dtype: str, bits: jax.Array | None = None) -> jax.Array:
+    """Rounds `x` to the spacing of an fp8 or fp4 format, ties to even or stochastically, in fp32.
 
     A cast to fp8 and back would do the same, but XLA for GPUs removes such pairs (it may keep more precision
     than requested). After this rounding the cast changes nothing.
 
     Args:
       x: [...] float32. For x beyond the format's largest value, the result is not a value of the format.
-      dtype: "float8_e4m3fn" or "float8_e5m2".
+      dtype: "float8_e4m3fn", "float8_e5m2" or "float4_e2m1fn".
+      bits: uint32 [...], uniformly random: rounds away from zero with a probability that is the distance to the
+        neighbour towards zero in units of the spacing, so that the mean is x. None rounds to nearest.
 
     Returns:
       [...] float32.
@@ -135,4 +137,11 @@ def round_to_fp8(x: jax.Array, dtype: str) -> jax.Array:
     power = lax.bitcast_convert_type(exponent_bits, jnp.float32)  # 2 ** floor(log2 |x|), or 0
     power = jnp.maximum(power, 2.0 ** FP8_SMALLEST_EXPONENT[dtype])  # subnormals: a fixed spacing
     spacing = power * 2.0 ** -FP8_MANTISSA_BITS[dtype]
-    return jnp.where(jnp.isfinite(x), jnp.round(x / spacing) * spacing, x)
+    steps = x / spacing
+    if bits is None:
+        rounded = jnp.round(steps)
+    else:
+        whole = jnp.trunc(steps)
+        up = (bits >> 8).astype(jnp.float32) * 2.0**-24 < jnp.abs(steps - whole)
+        rounded = whole + jnp.where(up, jnp.sign(steps), 0)
+    return jnp.where(jnp.isfinite(x), rounded * spacing, x)

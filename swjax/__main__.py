@@ -4,6 +4,7 @@ train        trains a CLIP model, or plans a run: train.py in a checkout
 classify     ranks names by how well they fit a picture
 search       finds the pictures that match a text best, and shows them on a page
 evaluate     scores a run or other CLIP weights without training
+probe        scores embeddings by logistic regression, on all pictures or a few a class
 report       rewrites the report page of a run
 runs         lists runs: state, scores, throughput, config differences; optionally on a page
 diagnostics  reports what preceded the loss spikes of a run: report, replay
@@ -29,6 +30,7 @@ COMMANDS = {
     "classify": "swjax.inference.classify",
     "search": "swjax.evaluate.search",
     "evaluate": "swjax.evaluate",
+    "probe": "swjax.evaluate.probe",
     "report": "swjax.report",
     "runs": "swjax.report.runs",
     "diagnostics": "swjax.diagnostics",

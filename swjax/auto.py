@@ -81,14 +81,20 @@ def _tell(name: str, where: str) -> None:
     print(f"swjax: the recipe 'auto' is {name!r} on {where}", file=sys.stderr)
 
 
-def warn_if_slow(dtypes: Iterable[str]) -> None:
+def warn_if_slow(dtypes: Iterable[str], in_blocks: bool = False) -> None:
     """Warns once for a chip if products of these quantized dtypes are not faster on it than those of bf16.
+
+    `in_blocks`: whether a recipe has products in block formats, which are emulated. On CPUs nothing warns.
 
     >>> with targets.compiling_for("TPU v5e"):
     ...     warn_if_slow(["int8"])
     """
     target = targets.current()
-    if target.platform == "cpu" or (chip := chip_of(target)) is None:
+    if target.platform == "cpu":
+        return
+    if in_blocks:
+        _warn_of_emulation(target.device_kind)
+    if (chip := chip_of(target)) is None:
         return
     slow = sorted({name for name in dtypes if chip.peak(name) <= chip.bf16})
     if slow:
@@ -100,5 +106,14 @@ def _warn(slow: str, device_kind: str, best: str) -> None:
     warnings.warn(
         f"swjax: {slow} products are not faster than bf16 on {device_kind}: "
         f"use the recipe 'auto', here {best!r}",
+        stacklevel=2,
+    )
+
+
+@functools.cache
+def _warn_of_emulation(device_kind: str) -> None:
+    warnings.warn(
+        f"swjax: products in block formats are emulated on {device_kind}, slower than bf16: they show a "
+        "recipe's accuracy; use the recipe 'auto' for speed",
         stacklevel=2,
     )

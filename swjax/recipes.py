@@ -24,7 +24,10 @@ from swjax.kept import kept_kind as kept_kind
 R = TypeVar("R")
 
 QUANTIZED_DTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")
-SCOPES = ("row", "channel", "tensor", "block")
+BLOCK_DTYPES = ("float8_e4m3fn", "float8_e5m2", "float4_e2m1fn")
+BLOCK_SCALES = ("float32", "float8_e8m0fnu", "float8_e4m3fn")
+BLOCK_SCOPES = ("segment", "square")  # of formats whose scales vary along the contraction
+SCOPES = ("row", "channel", "tensor", "block", *BLOCK_SCOPES)
 ROTATIONS = (1, 2, 4, 8, 16, 32, 64, 128)
 LONGEST_INT8_SUM = 2**17  # an int32 sum holds 2**31 / 127**2 = 133,144 int8 products
 
@@ -34,15 +37,19 @@ class Quantizer:
     """The quantization of one operand of a product.
 
     Attributes:
-      dtype: "int8", "float8_e4m3fn" or "float8_e5m2".
+      dtype: "int8", "float8_e4m3fn" or "float8_e5m2"; for "segment" and "square" an fp8 format or "float4_e2m1fn".
       scope: the elements that share one scale. "row": a vector of the left operand along the contraction (a
         token); "channel": a vector of the right operand along the contraction (an output channel of that
-        product); "tensor": the whole operand; "block": a column of a block of tokens, only for wgrad.
-      block: largest number of tokens per block; 0 for the other scopes.
+        product); "tensor": the whole operand; "block": a column of a block of tokens, only for wgrad;
+        "segment": `block` neighbours along the contraction; "square": `block` x `block` elements of a weight.
+        Products of the last two are emulated, see `swjax.kernels.block_formats`.
+      block: largest number of tokens per block, or the size of a segment or square; 0 for the other scopes.
       rotation: number of neighbours along the contraction (features, and tokens in wgrad) that an
         orthogonal matrix mixes before they are quantized, a power of two up to 128; 1 means no rotation. If
         it does not divide the features of a device, its largest power of two that does is used. See
         `swjax.kernels.rotations`.
+      scale: format of the scales of segments and squares: "float32", "float8_e8m0fnu" (MX) or
+        "float8_e4m3fn" (NVFP4, with one more float32 scale for the operand).
 
     Raises:
       ValueError: the dtype or the scope does not exist, or the block or the rotation is invalid.
@@ -52,19 +59,35 @@ class Quantizer:
     scope: str
     block: int = 0
     rotation: int = 1
+    scale: str = "float32"
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether scales vary along the contraction, so that the product is emulated."""
+        return self.scope in BLOCK_SCOPES
 
     def __post_init__(self) -> None:
-        if self.dtype not in QUANTIZED_DTYPES:
-            raise ValueError(
-                f"Quantizer's dtype must be one of {QUANTIZED_DTYPES}, got {self.dtype!r}"
-            )
+        dtypes = BLOCK_DTYPES if self.in_blocks else QUANTIZED_DTYPES
+        if self.dtype not in dtypes:
+            raise ValueError(f"Quantizer's dtype must be one of {dtypes}, got {self.dtype!r}")
         if self.scope not in SCOPES:
             raise ValueError(f"Quantizer's scope must be one of {SCOPES}, got {self.scope!r}")
         if self.rotation not in ROTATIONS:
             raise ValueError(
                 f"Quantizer's rotation must be one of {ROTATIONS}, got {self.rotation}"
             )
-        if self.scope != "block":
+        if self.scale not in (BLOCK_SCALES if self.in_blocks else BLOCK_SCALES[:1]):
+            raise ValueError(
+                f"Quantizer's scale must be float32, or one of {BLOCK_SCALES} for the scopes {BLOCK_SCOPES}, "
+                f"got {self.scale!r} for {self.scope!r}"
+            )
+        if self.in_blocks:
+            if self.block < 1 or (self.scope == "square" and self.rotation > 1):
+                raise ValueError(
+                    f"Quantizer(scope={self.scope!r}) needs a positive block, and rotates segments only, "
+                    f"got block={self.block} and rotation={self.rotation}"
+                )
+        elif self.scope != "block":
             if self.block:
                 raise ValueError(
                     f"Quantizer(scope={self.scope!r}) has no blocks of tokens: use scope='block'"
@@ -81,19 +104,25 @@ class Product:
     """The computation of one matrix product.
 
     Attributes:
-      lhs, rhs: quantizers of the operands: both int8, or both fp8.
+      lhs, rhs: quantizers of the operands: both int8, or both floating.
       outlier_threshold: threshold in units of x. Features of x whose magnitude reaches it for any token are
         excluded from the quantized product and multiplied in 16 bits. 0 turns this off.
 
     Raises:
       TypeError: an operand has no Quantizer.
-      ValueError: one operand is int8 and the other fp8, their rotations differ, or the threshold is negative
+      ValueError: one operand is int8 and the other fp8, one is in blocks and the other is not, their
+        rotations differ, or the threshold is negative
         or NaN.
     """
 
     lhs: Quantizer
     rhs: Quantizer
     outlier_threshold: float = 0.0
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether both operands are in block formats, and the product is emulated."""
+        return self.lhs.in_blocks
 
     def __post_init__(self) -> None:
         for name, operand in {"lhs": self.lhs, "rhs": self.rhs}.items():
@@ -103,6 +132,11 @@ class Product:
             raise ValueError(
                 "Product multiplies int8 with int8, or fp8 with fp8, "
                 f"got {self.lhs.dtype} and {self.rhs.dtype}"
+            )
+        if self.lhs.in_blocks != self.rhs.in_blocks or self.lhs.scope == "square":
+            raise ValueError(
+                "Product multiplies segments with segments or squares, or neither operand is in blocks, "
+                f"got {self.lhs.scope} and {self.rhs.scope}"
             )
         rotations = {q.rotation for q in (self.lhs, self.rhs) if q.scope != "block"}
         if len(rotations) > 1:
@@ -156,6 +190,11 @@ class Recipe:
                 f"Recipe(save_quantized=True) cannot keep outliers in 16 bits, got "
                 f"outlier_threshold={self.fwd.outlier_threshold}: set it to 0, or save_quantized=False"
             )
+        if self.fwd.in_blocks or self.dgrad.in_blocks:
+            raise ValueError(
+                "Recipe(save_quantized=True) saves no block formats, which each product quantizes along its "
+                "own axis: set it to False"
+            )
         if (rotation := max(self.fwd.lhs.rotation, self.dgrad.lhs.rotation)) > 1:
             raise ValueError(
                 f"Recipe(save_quantized=True) cannot rotate features, got rotation={rotation}: each product "
@@ -175,14 +214,30 @@ class Recipe:
         return replace(self, fwd=fwd, dgrad=dgrad)
 
     @property
+    def in_blocks(self) -> bool:
+        """Whether products are emulated, see `Quantizer`."""
+        return any(p.in_blocks for p in (self.fwd, self.dgrad, self.wgrad) if p)
+
+    @property
     def dtypes(self) -> tuple[str, ...]:
-        """The dtypes of the operands of quantized products.
+        """The dtypes of the operands of quantized products that are not emulated.
 
         >>> RECIPES["fp8_switchback"].dtypes
         ('float8_e4m3fn', 'float8_e5m2')
         """
         products = (self.fwd, self.dgrad, self.wgrad)
-        return tuple(sorted({q.dtype for p in products if p for q in (p.lhs, p.rhs)}))
+        operands = [q for p in products if p for q in (p.lhs, p.rhs) if not p.in_blocks]
+        return tuple(sorted({q.dtype for q in operands}))
+
+    def with_constant_weight(self) -> "Recipe":
+        """The recipe of a layer that only has the quantized weight of fwd: dgrad multiplies it as it is.
+
+        A weight that fwd rotates along k gives ``g wT`` rotated along k, see `swjax.linear.products`.
+
+        >>> RECIPES["int8_hadamard"].with_constant_weight().dgrad.lhs.rotation
+        1
+        """
+        return replace(self, dgrad=self.dgrad and _rotating(self.dgrad, 1))
 
     def implementation(self, of_model: str | None) -> str | None:
         """The implementation of a layer with this recipe, in a model that names one for all its layers.
@@ -204,7 +259,9 @@ class Recipe:
         if self.wgrad is None:
             return
         if "block" not in (self.wgrad.lhs.scope, self.wgrad.rhs.scope):
-            if self.wgrad.lhs.rotation > 1:
+            if "square" in (self.wgrad.lhs.scope, self.wgrad.rhs.scope):
+                raise ValueError("Recipe(wgrad=...) has no weight: use 'segment' rather than 'square'")
+            if self.wgrad.lhs.rotation > 1 and not self.wgrad.in_blocks:
                 raise ValueError(
                     "Recipe(wgrad=...) rotates tokens in blocks only, got rotation="
                     f"{self.wgrad.lhs.rotation}: use scope='block'"
@@ -230,6 +287,10 @@ def _e5m2(scope: str) -> Quantizer:
     return Quantizer("float8_e5m2", scope)
 
 
+def _segments(dtype: str, block: int, scale: str) -> Quantizer:
+    return Quantizer(dtype, "segment", block, scale=scale)
+
+
 def _rotated(lhs: str, rhs: str) -> Product:
     return Product(Quantizer(lhs, "block", 1024, 128), Quantizer(rhs, "block", 1024, 128))
 
@@ -241,6 +302,9 @@ def _rotating(product: Product, rotation: int) -> Product:
     return replace(product, lhs=lhs, rhs=rhs)
 
 
+_BLOCK128 = _segments("float8_e4m3fn", 128, "float32")
+_MXFP8 = _segments("float8_e4m3fn", 32, "float8_e8m0fnu")
+_NVFP4 = _segments("float4_e2m1fn", 16, "float8_e4m3fn")
 _ROW_TENSOR = Product(_int8("row"), _int8("tensor"))
 _ROW_CHANNEL = Product(_int8("row"), _int8("channel"))
 
@@ -282,10 +346,32 @@ RECIPES: dict[str, Recipe] = {
         dgrad=Product(_e5m2("tensor"), _e4m3("tensor")),
         wgrad=Product(_e4m3("tensor"), _e5m2("tensor")),
     ),
+    # int8_hadamard in fp8.
+    "fp8_hadamard": Recipe(
+        fwd=_rotating(Product(_e4m3("row"), _e4m3("tensor")), 128),
+        dgrad=_rotating(Product(_e5m2("row"), _e4m3("tensor")), 128),
+        wgrad=_rotated("float8_e4m3fn", "float8_e5m2"),
+    ),
+    # fp8 as in DeepSeek-V3: a scale for 128 neighbours of x and g, and for 128 x 128 elements of w.
+    "fp8_block128": Recipe(
+        fwd=Product(_BLOCK128, replace(_BLOCK128, scope="square")),
+        dgrad=Product(_BLOCK128, replace(_BLOCK128, scope="square")),
+        wgrad=Product(_BLOCK128, _BLOCK128),
+    ),
+    # MXFP8 of the Open Compute Project, e4m3 for every operand.
+    "mxfp8": Recipe(
+        fwd=Product(_MXFP8, _MXFP8), dgrad=Product(_MXFP8, _MXFP8), wgrad=Product(_MXFP8, _MXFP8)
+    ),
+    # NVIDIA's NVFP4 for training: 16 x 16 elements of w, and rotated tokens in wgrad.
+    "nvfp4": Recipe(
+        fwd=Product(_NVFP4, replace(_NVFP4, scope="square")),
+        dgrad=Product(_NVFP4, replace(_NVFP4, scope="square")),
+        wgrad=_rotating(Product(_NVFP4, _NVFP4), 16),
+    ),
 }
 
 
-NAMES = (auto.NAME, *RECIPES)
+NAMES = (*RECIPES, auto.NAME)
 
 
 def get(recipe: str | Recipe, *shapes: tuple[int, int]) -> Recipe:

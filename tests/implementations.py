@@ -50,7 +50,8 @@ def each(
     """Parametrizes a test by (operation, implementation, shape, *options).
 
     GPUs compute all cases. Elsewhere XLA computes few options, and interpreters, which are slow, one shape
-    with few options; the others before a release.
+    with few options, or with one option for each operation if every option still meets an operation; the
+    others before a release.
 
     Args:
       operations: keys of `dispatch.IMPLEMENTATIONS`.
@@ -67,6 +68,7 @@ def each(
     if not isinstance(compiled, dict):
         compiled = dict.fromkeys(("xla", *dispatch.IMPLEMENTATION_NAMES), compiled)
     few = values if few_options is None else few_options
+    in_turn = few_options is not None and len(operations) >= len(few)
     kinds = [
         (parameter.values, parameter.marks, compiled[parameter.values[1]], sys.maxsize)
         for parameter in of(*operations)
@@ -77,8 +79,11 @@ def each(
     ]
     parameters = []
     for kind, marks, shapes, first in kinds:
+        chosen = few
+        if in_turn and kind[1].endswith(INTERPRETED):
+            chosen = [few[operations.index(kind[0]) % len(few)]]
         for (number, shape), option in itertools.product(enumerate(shapes), values):
-            rare = number >= first or (on_cpu(kind[1]) and option not in few)
+            rare = number >= first or (on_cpu(kind[1]) and option not in chosen)
             parameters.append(
                 pytest.param(
                     *kind,

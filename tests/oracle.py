@@ -117,3 +117,69 @@ def fp8_tensorwise(x, w, g):
     y = fp8(x, None, "e4m3") @ fp8(w, None, "e4m3")
     dx = fp8(g, None, "e5m2") @ fp8(w, None, "e4m3").T
     return y, dx, fp8(x, None, "e4m3").T @ fp8(g, None, "e5m2")
+
+
+def fp8_hadamard(x, w, g):
+    y = fp8(rotated_features(x), 1, "e4m3") @ fp8(rotated_features(w.T), None, "e4m3").T
+    dx = fp8(rotated_features(g), 1, "e5m2") @ fp8(rotated_features(w), None, "e4m3").T
+    pairs = zip(rotated(wide(x)), rotated(wide(g)), strict=True)
+    return y, dx, sum(fp8(a, 0, "e4m3").T @ fp8(b, 0, "e5m2") for a, b in pairs)
+
+
+def in_blocks(x, rounded, block, square=False):
+    """Applies `rounded`, a function of a block, to blocks of neighbours in a row, or to squares."""
+    out, rows = wide(x), block if square else 1
+    for i in range(0, x.shape[0], rows):
+        for j in range(0, x.shape[1], block):
+            part = np.s_[i : i + rows, j : j + block]
+            out[part] = rounded(x[part].astype(np.float32))
+    return out
+
+
+def _in_three_products(x, w, g, of_rows, of_weight, of_tokens):
+    y = of_rows(x) @ of_weight(w.T).T
+    dx = of_rows(g) @ of_weight(w).T
+    return y, dx, of_tokens(x.T) @ of_tokens(g.T).T
+
+
+def fp8_block128(x, w, g):
+    of_rows = lambda a: in_blocks(a, lambda block: fp8(block, None, "e4m3"), 128)
+    of_weight = lambda a: in_blocks(a, lambda block: fp8(block, None, "e4m3"), 128, square=True)
+    return _in_three_products(x, w, g, of_rows, of_weight, of_rows)
+
+
+def mx(block):
+    absmax = max(np.abs(block).max(), 2.0**-92)
+    scale = np.float32(2.0 ** (np.floor(np.log2(absmax)) - 8))
+    values = np.clip(block / scale, -448, 448).astype(FP8["e4m3"][0])
+    return values.astype(np.float64) * scale
+
+
+def mxfp8(x, w, g):
+    of_rows = lambda a: in_blocks(a, mx, 32)
+    return _in_three_products(x, w, g, of_rows, of_rows, of_rows)
+
+
+def nv(a, square=False):
+    absmax = max(np.abs(a.astype(np.float32)).max(initial=0), 2.0**-92)
+    encode = np.float32(448 * 6) / np.float32(absmax)
+
+    def rounded(block):
+        scale = np.float32(np.abs(block).max()) / np.float32(6) * encode
+        scale = np.minimum(scale, np.float32(448)).astype(FP8["e4m3"][0]).astype(np.float32)
+        whole = scale * (np.float32(1) / encode)
+        if not whole:
+            return np.zeros_like(block)
+        values = np.clip(block * (np.float32(1) / whole), -6, 6).astype(ml_dtypes.float4_e2m1fn)
+        return values.astype(np.float64) * float(scale) * float(np.float32(1) / encode)
+
+    return in_blocks(a, rounded, 16, square)
+
+
+def nvfp4(x, w, g):
+    def of_tokens(a):
+        padded = np.pad(a, ((0, 0), (0, -a.shape[1] % 16)))
+        mixed = wide(padded).reshape(len(a), -1, 16) @ hadamard(16).T
+        return nv(mixed.reshape(padded.shape).astype(a.dtype))
+
+    return _in_three_products(x, w, g, nv, lambda a: nv(a, square=True), of_tokens)

@@ -18,6 +18,10 @@ from swjax.models import clip
 from swjax.training.config import ConfigError
 from swjax.training.setup import settle_recipe
 
+pytestmark = pytest.mark.skipif(
+    jax.default_backend() != "cpu", reason="what the host is stands in the expected messages"
+)
+
 X = jax.ShapeDtypeStruct((1024, 2048), jnp.bfloat16)
 WIDE, NARROW = (jax.ShapeDtypeStruct((2048, n), jnp.float32) for n in (2048, 256))
 

@@ -1,12 +1,16 @@
-"""`swjax classify` and `swjax export`: what they print and write, and one line for a mistake."""
+"""`swjax classify`, `export` and `probe`: what they print and write, and one line for a mistake."""
+
+import json
 
 import numpy as np
 import pytest
 from clip_oracle import random_model, small_config
 from flax import nnx
 from photographs import jpeg
+from PIL import Image
 
 from swjax import inference, interop
+from swjax.evaluate import probe
 from swjax.inference import to_others
 from swjax.inference.classify import main
 from swjax.models import clip
@@ -77,3 +81,36 @@ def test_exported_models_keep_their_embeddings(layout, weights, tmp_path, capsys
     assert captured.out.startswith("opens in ") and f"{tmp_path}/out" in captured.out
     before, after = (inference.load(path) for path in (weights, f"{tmp_path}/out"))
     np.testing.assert_array_equal(before.classifier(["a", "b"]), after.classifier(["a", "b"]))
+
+
+def test_a_probe_separates_colors(weights, tmp_path, capsys):
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 6), ("val", 4)):
+        for name, color in {
+            "red": (220, 30, 30),
+            "green": (30, 200, 40),
+            "blue": (30, 40, 210),
+        }.items():
+            folder = tmp_path / split / name
+            folder.mkdir(parents=True)
+            for i in range(count):
+                noisy = np.clip(color + rng.normal(scale=20, size=(40, 40, 3)), 0, 255)
+                Image.fromarray(noisy.astype(np.uint8)).save(folder / f"{i}.png")
+    (tmp_path / "train" / "red" / "bad.png").write_bytes(b"no image")
+    sets = [
+        f"--{flag}=folders:{tmp_path}/{folder}"
+        for flag, folder in (("train", "train"), ("test", "val"))
+    ]
+    assert probe.main([weights, *sets, "--shots=1,4"]) == 0
+    scores = json.loads(capsys.readouterr().out)
+    assert (
+        scores.keys() == {"probe/1_shot_top1", "probe/4_shot_top1"} and min(scores.values()) > 0.9
+    )
+    encoder = inference.load(weights)
+    sets = [f"folders:{tmp_path}/{name}" for name in ("train", "val")]
+    assert probe.probe(encoder, *sets) == {"probe/top1": 1.0}
+    with pytest.raises(ValueError, match="has 6 readable pictures of 'blue', fewer than 7"):
+        probe.probe(encoder, *sets, [7])
+    (tmp_path / "val" / "red").rename(tmp_path / "val" / "pink")
+    with pytest.raises(ValueError, match="only one of them has pink, red"):
+        probe.probe(encoder, *sets)

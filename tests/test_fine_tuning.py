@@ -344,6 +344,7 @@ def test_a_siglip_is_the_start_of_a_run(micro, tmp_path, layout, caplog):
         assert np.isfinite(metrics["train/loss"]) and int(state["step"]) == 1
 
 
+@pytest.mark.release
 def test_fine_tuning_from_the_command_to_the_scores(shared_cache, micro, tmp_path):
     """train.py fine-tunes the text tower of another library's model at another image size, and scores it."""
     folder, workdir = tmp_path / "weights", tmp_path / "run"

@@ -10,6 +10,7 @@ import pytest
 from clip_oracle import random_model, small_config, write_weights
 from flax import nnx
 from micro_run import ROOT
+from safetensors.numpy import load_file, save_file
 
 from swjax import inference, interop
 from swjax.interop import hub
@@ -151,22 +152,37 @@ def endpoint(tmp_path, monkeypatch):
         server.shutdown()
 
 
-def test_a_model_is_downloaded_once(endpoint, cache, monkeypatch):
+def split(folder) -> None:
+    """Splits model.safetensors into two files with an index, as transformers does."""
+    held = sorted(load_file(folder / "model.safetensors").items())
+    (folder / "model.safetensors").unlink()
+    index = {}
+    for number, part in enumerate((held[:9], held[9:]), 1):
+        save_file(dict(part), folder / f"model-{number}.safetensors")
+        index |= {name: f"model-{number}.safetensors" for name, _ in part}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+
+
+def test_a_model_in_shards_is_downloaded_once(endpoint, cache, monkeypatch):
     model = nnx.merge(*random_model(small_config()))
     interop.save(endpoint, model, "huggingface")
+    split(endpoint)
     loaded = interop.load("own/model")
     assert loaded.cfg.text == model.cfg.text
     snapshot = cache / "models--own--model" / "snapshots" / COMMIT
     assert {file.name for file in snapshot.iterdir()} == {file.name for file in endpoint.iterdir()}
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert interop.load("own/model").cfg == loaded.cfg
+    (snapshot / "model-2.safetensors").unlink()
+    with pytest.raises(ValueError, match="does not hold all files of own/model"):
+        interop.load("own/model")
 
 
 def test_models_that_the_hub_does_not_have_are_one_line(endpoint):
     (endpoint / "config.json").write_text(json.dumps({"model_type": "clip"}))
     for name, message in (
         ("own/other", "no such path, and the hub shows no model own/other of revision main: check"),
-        ("own/model", "the model own/model of the hub has neither open_clip_model.safetensors nor"),
+        ("own/model", "the model own/model of the hub has no complete weights of open_clip or"),
     ):
         with pytest.raises(ValueError, match=message) as error:
             interop.load(name)

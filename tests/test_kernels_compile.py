@@ -260,10 +260,12 @@ def test_int8_weight_gradients_compile(compiled, capability, shape, tmp_path):
     assert instructions(product, r"wgmma.*s32\.s8" if capability == 90 else r"mma\.sync.*s32\.s8")
     cut = {"BLOCKS": -(-tokens // 1024), "LENGTH": 1024}
     module = dispatch.module_of("triton", "block_weight_gradient")
-    quantizer = compiled(capability, partial(module.quantize_blocks, dtype="int8", **cut), x)
+    quantize = partial(module.quantize_blocks, dtype="int8", **cut)
+    present = array((tokens,), "bfloat16")
+    quantizers = [compiled(capability, quantize, x, given) for given in (None, present)]
     if capability == 90:
-        assert_no_spills(product, tmp_path)
-        assert_no_spills(quantizer, tmp_path)
+        for kernel in (product, *quantizers):
+            assert_no_spills(kernel, tmp_path)
 
 
 @pytest.mark.parametrize("contract", [-1, -2])
@@ -281,6 +283,56 @@ def test_symmetric_products_run_on_tensor_cores_with_wide_loads(
         assert instructions(kernel, r"wgmma\.mma.*f16\.f16|mma\.sync.*f16\.f16")
         assert instructions(kernel, r"cp\.async\.c[ag]").keys() == {"cp.async.cg.shared.global"}
         assert instructions(kernel, r"st\.global").keys() == {"st.global.v4.b32"}
+        assert_no_spills(kernel, tmp_path)
+
+
+# Mixtral-8x7B: rows, width, width of the hidden layer, experts.
+M, WIDTH, INNER, EXPERTS = 32_768, 4096, 14_336, 8
+SIZES = array((EXPERTS,), "int32")
+STACK = QTensor(array((EXPERTS, INNER, WIDTH), "int8"), array((EXPERTS, 1, 1)))
+ROWS_X, ROWS_G = array((M, WIDTH), "bfloat16"), array((M, INNER), "bfloat16")
+RAGGED = {
+    "int8": ("ragged_matmul", (quantized(M, WIDTH), STACK, SIZES), {"axis": 2}),
+    "16 bits": (
+        "ragged_matmul",
+        (ROWS_X, array((EXPERTS, WIDTH, INNER), "bfloat16"), SIZES),
+        {"axis": 1},
+    ),
+    "16 bits, input gradient": (
+        "ragged_matmul",
+        (ROWS_G, array((EXPERTS, WIDTH, INNER), "bfloat16"), SIZES, ROWS_X),
+        {"axis": 2},
+    ),
+    "weight gradient": ("ragged_weight_gradient", (ROWS_X, ROWS_G, SIZES), {}),
+    "rotated weight gradient": (
+        "ragged_block_weight_gradient",
+        (ROWS_X, (ROWS_G,), SIZES),
+        {"dtypes": ("int8", "int8"), "block": 1024, "rotation": 128},
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "capability, case",
+    [
+        *((90, case) for case in ("int8", "16 bits", "weight gradient")),
+        *(release(90, case) for case in ("16 bits, input gradient", "rotated weight gradient")),
+        *(release(80, case) for case in RAGGED),
+    ],
+)
+def test_ragged_products_run_on_tensor_cores_with_wide_loads(compiled, capability, case, tmp_path):
+    operation, arrays, options = RAGGED[case]
+    kernel = compiled(capability, in_triton(operation), *arrays, out_dtype="bfloat16", **options)
+    kind = "s32.*s8" if case in ("int8", "rotated weight gradient") else "f32.*bf16"
+    found = instructions(kernel, r"wgmma\.mma|mma\.sync")
+    assert found and all(re.search(kind, name) for name in found)
+    assert all(name.startswith("wgmma") for name in found) or capability == 80
+    loads = instructions(kernel, r"cp\.async\.c[ag]|ld\.global")
+    assert loads.pop("cp.async.cg.shared.global")
+    # Tables, scales and the addend.
+    assert loads.keys() <= {"ld.global.b32", "ld.global.v2.b32", "ld.global.v4.b32"}, loads
+    assert instructions(kernel, r"st\.global").keys() == {"st.global.v4.b32"}
+    if capability == 90:
         assert_no_spills(kernel, tmp_path)
 
 
@@ -313,6 +365,13 @@ def test_mosaic_products_lower_for_hopper(dtypes, scales, out_dtype):
         assert "mosaic_gpu" in program
 
 
+@pytest.mark.parametrize("case", [release("16 bits"), "int8", release("16 bits, input gradient")])
+def test_mosaic_ragged_products_lower_for_hopper(case):
+    operation, arrays, options = RAGGED[case]
+    program = lowered(in_mosaic(operation), *arrays, out_dtype="bfloat16", **options)
+    assert "mosaic_gpu" in program
+
+
 @pytest.mark.parametrize("slices", [release(Slices(0, 0.0, 1)), Slices(132, 0.5, 3)])
 @pytest.mark.parametrize("dtype", ["bfloat16", release("float16")])
 def test_mosaic_weight_gradients_lower_for_hopper(slices, dtype):
@@ -325,7 +384,8 @@ def test_mosaic_weight_gradients_lower_for_hopper(slices, dtype):
 def test_mosaic_int8_weight_gradients_lower_for_hopper(slices, dtype):
     x, g = array((5000, 1280), dtype), array((5000, 5120), dtype)
     options = dict(dtypes=("int8", "int8"), block=1024, rotation=128, out_dtype=dtype)
-    program = lowered(in_mosaic("block_weight_gradient"), x, g, slices=slices, **options)
+    present = array((5000,), dtype)
+    program = lowered(in_mosaic("block_weight_gradient"), x, g, present, slices=slices, **options)
     assert program.count("custom_call @mosaic_gpu") == 3  # two rotations and a product
 
 

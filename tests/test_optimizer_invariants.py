@@ -549,12 +549,11 @@ CASES += [
 
 
 def table() -> str:
-    """Returns the page's table in Markdown."""
-    numbers = {check: i for i, check in enumerate(KNOWN, 1)}
-    entry = {check: f"{KNOWN[check][1]} ({i})" for check, i in numbers.items()}
-    rows = [f"| {check} | {entry.get(check, 'yes')} |" for check in CHECKS]
-    notes = [f"{i}. {KNOWN[check][3]}." for check, i in numbers.items()]
-    return "\n".join(["| transformation or wrapper | works |", "| --- | --- |", *rows, "", *notes])
+    """Returns the page's list in Markdown: what works with every optimizer, and the exceptions."""
+    everywhere = [f"- {check}" for check in CHECKS if check not in KNOWN]
+    others = [f"- {check}: {says}. {why}." for check, (_, says, _, why) in KNOWN.items()]
+    lines = ["Every optimizer works with:", "", *everywhere, "", "With exceptions:", "", *others]
+    return "\n".join(lines)
 
 
 @jax.numpy_dtype_promotion("standard")  # optax's optimizers need it

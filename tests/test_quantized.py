@@ -17,6 +17,7 @@ import swjax
 import swjax.linen
 import swjax.nnx
 import swjax.testing
+from swjax.linear import program_run, rules
 from swjax.recipes import RECIPES
 from swjax.testing import assert_quantized
 
@@ -296,7 +297,7 @@ def test_what_stays_is_listed_and_computed_as_before(reason):
     products = int8.report(w, X)
     assert reason in {product.reason for product in products} and not converted(products)
     assert all(product.quantized == (reason == "already quantized") for product in products)
-    np.testing.assert_array_equal(int8(w, X), fn(w, X))
+    np.testing.assert_array_equal(jax.jit(int8)(w, X), jax.jit(fn)(w, X))
     with pytest.warns(UserWarning, match="quantize nothing"):
         int8(w, X)
 
@@ -469,3 +470,44 @@ def test_the_report_is_a_table():
         lm_head     abc,cd->abd  2x8x16, 16x4   1 x  11.1%  -           the head stays in 16 bits
         in 8 bits: 88.9% of 1.84e+04 forward FLOPs, 88.9% of input gradients, 0.0% of weight gradients"""
     assert str(swjax.quantized(fn).report(params, X)).split() == table.split()
+
+
+# --- tracing ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("convert", ["quantized", "quantize_model"])
+def test_equal_layers_are_traced_once(convert, monkeypatch):
+    """One pass forward and one backward for each shape, and other operations in one group for each place."""
+    calls, groups = [], []
+    for rule in ("forward", "backward"):
+        of = getattr(rules, rule)
+        monkeypatch.setattr(
+            rules, rule, lambda *args, of=of, name=rule, **kw: calls.append(name) or of(*args, **kw)
+        )
+    of_group = program_run.Group
+    monkeypatch.setattr(
+        program_run,
+        "Group",
+        lambda function, *of: groups.append(function) or of_group(function, *of),
+    )
+
+    def traced(layers):
+        jax.clear_caches()
+        calls.clear(), groups.clear()
+        blocks = nnx.List([Attention(nnx.Rngs(i)) for i in range(layers)])
+        if convert == "quantize_model":
+            swjax.nnx.quantize_model(blocks, {".*": "switchback"})
+        graph, state = nnx.split(blocks)
+
+        def apply(state, x):
+            for block in nnx.merge(graph, state):
+                x = x + jnp.tanh(block(x)) / 2
+            return jnp.sum(x)
+
+        apply = swjax.quantized(apply, {".*": "switchback"}) if convert == "quantized" else apply
+        jax.make_jaxpr(jax.value_and_grad(apply))(state, X)
+        return sorted(calls), len({*groups})
+
+    (two, few), (six, many) = traced(2), traced(6)
+    assert two == six == ["backward", "forward"], "q_proj and o_proj have one shape"
+    assert few == many and (few > 0) == (convert == "quantized")

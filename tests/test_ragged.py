@@ -151,9 +151,11 @@ def test_kernels_give_the_values_of_xla(recipe, monkeypatch):
     got, want = (with_gradients(layer(name), x, ws, g) for name in (None, "xla"))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         a, b = (np.asarray(each, "float64") for each in (a, b))
-        assert np.linalg.norm(a - b) <= 0.01 * np.linalg.norm(b)
+        # Hopper sums fp8 products with 14 bits: see `numeric.FP8_SUM_DB`.
+        error = 0.02 if recipe.startswith("fp8") else 0.01
+        assert np.linalg.norm(a - b) <= error * np.linalg.norm(b)
     used = swjax.testing.implementations(layer(None), x, ws)
-    assert {name for _, name in used} == {"triton"}
+    assert {name for _, name in used} <= {"triton", "mosaic_gpu"}
 
 
 @pytest.mark.parametrize(

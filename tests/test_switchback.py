@@ -74,6 +74,10 @@ SNR_DB = {
     "int8_hadamard": (38, 38, 40),
     "fp8_switchback": (28, 24, 130),
     "fp8_tensorwise": (28, 24, 24),
+    "fp8_hadamard": (28, 24, 24),
+    "fp8_block128": (28, 28, 28),
+    "mxfp8": (28, 28, 28),
+    "nvfp4": (17, 17, 17),
 }
 
 

@@ -54,7 +54,7 @@ def matmul(
 
     ``a bT = (sum_k a.values * b.values) * (a.scale * b.scale) + bias + addend``. int8 values are multiplied
     as int8 and summed in int32, which may overflow if k > 133,144. fp8 values are multiplied exactly and
-    summed in fp32.
+    summed in fp32, and so are bfloat16 and float32 values, those of emulated formats.
 
     Args:
       a: values [..., k]; scale [..., 1], or with one element.
@@ -82,11 +82,13 @@ def matmul(
         ).astype(jnp.float32)
     else:
         # Every fp8 value is exact in bf16 and in fp32; bf16 products are slow on CPUs.
-        exact = jnp.float32 if targets.platform() == "cpu" else jnp.bfloat16
+        whole = jnp.float32 in (a.values.dtype, b.values.dtype)
+        exact = jnp.float32 if whole or targets.platform() == "cpu" else jnp.bfloat16
         accumulator = lax.dot_general(
             a.values.astype(exact),
             b.values.astype(exact),
             dimension_numbers,
+            precision="highest" if whole else None,
             preferred_element_type=jnp.float32,
         )
     scale_a = jnp.expand_dims(lax.squeeze(a.scale, [axis_a]), -1)

@@ -77,6 +77,8 @@ def _symmetric_kernel(
     if FACTORS:
         identity = tl.load(factors_ptr + 3 * batch + 2)
         total += tl.where(row[:, None] == column[None, :], identity, 0.0)
+    if block_row == block_column:
+        total = tl.where(row[:, None] >= column[None, :], total, tl.trans(total))
     out = total.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + at, out, mask=inside)
     if block_row != block_column:

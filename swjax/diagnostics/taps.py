@@ -18,10 +18,11 @@ from flax import linen, nnx
 from swjax.diagnostics.names import FEATURE_MAX, FEATURE_MEAN, OPERANDS
 from swjax.diagnostics.values import magnitudes
 from swjax.kernels import reference
+from swjax.kernels.block_formats.reference import ELEMENTS, emulated, quantize_blocks
 from swjax.kernels.block_weight_gradients.reference import rotated_blocks
 from swjax.kernels.rotations.reference import rotate_features
 from swjax.linear.contraction import DotGeneral, as_linear
-from swjax.linear.layer import as_rows
+from swjax.linear.layer import as_rows, rotated_tokens
 from swjax.linear.layouts import Layout, Spec
 from swjax.linear.sharding import Sharding, sharding_of_layer
 from swjax.nnx import Linear, product_name, product_of
@@ -201,12 +202,28 @@ def operand_sums(
     given = x.astype(jnp.float32)
     exact = given if kept is None else jnp.where(kept, 0.0, given)
     q = reference.quantize(exact, axes, dtype)
-    magnitude = jnp.abs(q.values.astype(jnp.float32))
-    nonzero = exact != 0
-    kinds = (nonzero, nonzero & (magnitude == 0), magnitude >= reference.LARGEST[dtype])
+    rounded = reference.dequantize(q)
+    return _counts_and_squares(given, exact, q.values, rounded, reference.LARGEST[dtype])
+
+
+def _block_sums(quantizer: Quantizer, x: jax.Array, axis: int, kept: jax.Array | None) -> jax.Array:
+    """`operand_sums` of an operand in a block format, of which one axis is contracted."""
+    given = x.astype(jnp.float32)
+    exact = given if kept is None else jnp.where(kept, 0.0, given)
+    spread: dict[str, Any] = {"square": quantizer.scope == "square"}
+    options: dict[str, Any] = {"dtype": quantizer.dtype, "scale": quantizer.scale} | spread
+    blocks = quantize_blocks(exact, axis, block=quantizer.block, **options)
+    q = emulated(blocks, axis, quantizer.block, dtype="float32", **spread)
+    largest = ELEMENTS[quantizer.dtype]
+    return _counts_and_squares(given, exact, blocks.values, reference.dequantize(q), largest)
+
+
+def _counts_and_squares(given, exact, values, rounded, largest: float) -> jax.Array:
+    """The sums of `operand_sums` from quantized values and the rounded operand."""
+    magnitude, nonzero = jnp.abs(values.astype(jnp.float32)), exact != 0
+    kinds = (nonzero, nonzero & (magnitude == 0), magnitude >= largest)
     counts = jnp.stack([jnp.sum(kind, dtype=jnp.float32) for kind in kinds])
-    errors = exact - reference.dequantize(q)
-    return jnp.concatenate([counts, sums_of_squares(given), sums_of_squares(errors)])
+    return jnp.concatenate([counts, sums_of_squares(given), sums_of_squares(exact - rounded)])
 
 
 # Ranges of an array's largest magnitude, with separate sums of squares: below 2**-42, up to 2**42, and above.
@@ -304,6 +321,8 @@ def _sums(quantizer: Quantizer | None, x, axes: tuple[int, ...], kept=None) -> j
     if quantizer.scope != "block":
         rotation = math.gcd(x.shape[axes[0]], quantizer.rotation)
         x = rotate_features(x, rotation, axes[0])
+    if quantizer.in_blocks:
+        return _block_sums(quantizer, x, axes[0], kept)
     return operand_sums(x, spanned, quantizer.dtype, kept)
 
 
@@ -314,10 +333,13 @@ def _sums_of_tokens(
 
     Like the weight gradient, each device forms blocks of its own tokens.
     """
-    if quantizer.scope != "block":
+    if not (quantizer.scope == "block" or quantizer.in_blocks):
         return _sums(quantizer, x, tuple(range(x.ndim - 1)), kept)
 
     def step(x):
+        if quantizer.in_blocks:
+            x = rotated_tokens(as_rows(x), quantizer.rotation)
+            return sharding.sum(_block_sums(quantizer, x, 0, kept), *spec)
         blocks = rotated_blocks(as_rows(x), quantizer.block, quantizer.rotation)
         return sharding.sum(operand_sums(blocks, (1,), quantizer.dtype), *spec)
 

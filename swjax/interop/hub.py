@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+from swjax.interop import weight_files
 from swjax.packages import MissingPackage, require
 
 # {architecture: {tag: repository}}: open_clip's names of CLIPs with CLIP's own tokenizer.
@@ -65,13 +66,33 @@ OPEN_CLIP: dict[str, dict[str, str]] = {
         "metaclip_fullcc": _TIMM.format("gigantic_patch14", 224, "metaclip_2pt5b"),
     },
 }
-# Files of each library, the first two of which a model needs.
+
+
+class _Library(NamedTuple):
+    """The files of a library: its config, its weights, the preferred first, and what may be missing."""
+
+    config: str
+    weights: tuple[str, ...]
+    others: tuple[str, ...] = ()
+
+
 _FILES = {
-    "open_clip": ("open_clip_config.json", "open_clip_model.safetensors"),
-    "huggingface": ("config.json", "model.safetensors", "preprocessor_config.json"),
+    "open_clip": _Library(
+        "open_clip_config.json", ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
+    ),
+    "huggingface": _Library(
+        "config.json",
+        (
+            "model.safetensors",
+            "model.safetensors.index.json",
+            "pytorch_model.bin",
+            "pytorch_model.bin.index.json",
+        ),
+        ("preprocessor_config.json",),
+    ),
 }
 _NAME = re.compile(r"(hf-hub:)?([\w-][\w.-]*)/([\w-][\w.-]*?)(?:@([\w-][\w.-]*))?")
-_FILE = re.compile(r".*\.(safetensors|npz|bin|pt|pth|msgpack|json)")
+_FILE = re.compile(r".*\.(safetensors|npz|bin|pt|pth|ckpt|json)")
 
 
 class Model(NamedTuple):
@@ -135,8 +156,15 @@ def _cached(model: Model) -> Path | None:
     commit = folder / "refs" / model.revision
     revision = commit.read_text().strip() if commit.is_file() else model.revision
     snapshot = folder / "snapshots" / revision
-    complete = (all((snapshot / name).is_file() for name in some[:2]) for some in _FILES.values())
-    return snapshot if any(complete) else None
+    for files in _FILES.values():
+        weights = next(
+            (snapshot / name for name in files.weights if (snapshot / name).is_file()), None
+        )
+        if not (snapshot / files.config).is_file() or weights is None:
+            continue
+        if all((snapshot / name).is_file() for name in weight_files.shards(weights)):
+            return snapshot
+    return None
 
 
 def _downloaded(model: Model, address: str) -> Path:
@@ -159,11 +187,18 @@ def _downloaded(model: Model, address: str) -> Path:
         return Path(path)
 
     try:
-        for config, weights, *others in _FILES.values():
+        for files in _FILES.values():
             with contextlib.suppress(errors.RemoteEntryNotFoundError):
-                get(config)
-                path = get(weights)
-                for name in others:
+                get(files.config)
+                for name in files.weights:
+                    with contextlib.suppress(errors.RemoteEntryNotFoundError):
+                        path = get(name)
+                        break
+                else:
+                    continue
+                for name in weight_files.shards(path):
+                    get(name)
+                for name in files.others:
                     with contextlib.suppress(errors.RemoteEntryNotFoundError):
                         get(name)
                 return path.parent
@@ -175,18 +210,18 @@ def _downloaded(model: Model, address: str) -> Path:
     except OSError as error:  # no network, no such host, a full disk
         reason = " ".join(str(error).split())
         raise ValueError(f"{_absent(model)} ({type(error).__name__}: {reason:.120})") from error
-    names = " nor ".join(some[1] for some in _FILES.values())
     raise ValueError(
-        f"the model {model.repository} of the hub has neither {names}: load it with its library and save it "
-        "as safetensors, or choose a model that has them"
+        f"the model {model.repository} of the hub has no complete weights of open_clip or transformers, such "
+        "as config.json and model.safetensors: choose another"
     )
 
 
 def _absent(model: Model) -> str:
-    files, name = " ".join(_FILES[model.library]), model.repository.rpartition("/")[2]
+    files, name = _FILES[model.library], model.repository.rpartition("/")[2]
+    wanted = " ".join((files.config, files.weights[0], *files.others))
     revision = f" --revision {model.revision}" if model.revision != "main" else ""
     return (
         f"there is no such path, and Hugging Face's cache {cache()} does not hold all files of "
-        f"{model.repository}: where there is a network, run `hf download {model.repository} {files}"
+        f"{model.repository}: where there is a network, run `hf download {model.repository} {wanted}"
         f"{revision} --local-dir weights/{name}`, and give the path of that folder"
     )

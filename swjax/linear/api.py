@@ -340,7 +340,9 @@ def _layer(
     x, w, sharding: Sharding, *, addend, recipe, out_dtype, precision, implementation
 ) -> Layer:
     recipe = _rotating(recipes.get(recipe, weight_array(w).shape), w, sharding)
-    auto.warn_if_slow(recipe.dtypes)
+    if isinstance(w, QTensor):
+        recipe = recipe.with_constant_weight()
+    auto.warn_if_slow(recipe.dtypes, recipe.in_blocks)
     dispatch.check_products(implementation, _products(recipe))
     kind = jnp.inexact if jnp.iscomplexobj(x) else jnp.floating
     if out_dtype is not None and not jnp.issubdtype(out_dtype, kind):
@@ -382,7 +384,9 @@ def _products(recipe: Recipe) -> list[str]:
     wgrad = "weight_gradient"
     if recipe.wgrad is not None:
         wgrad = "block_weight_gradient" if recipe.wgrad.lhs.scope == "block" else "matmul"
-    return [*("matmul" if product else "dot" for product in (recipe.fwd, recipe.dgrad)), wgrad]
+    products = [recipe.fwd, recipe.dgrad] + [recipe.wgrad] * (wgrad == "matmul")
+    names = ["matmul" if product and not product.in_blocks else "dot" for product in products]
+    return names if wgrad == "matmul" else [*names, wgrad]
 
 
 def _has_no_tokens(x, layer: Layer) -> bool:

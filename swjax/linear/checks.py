@@ -166,8 +166,10 @@ def weight_quantizer(recipe: str | Recipe) -> Quantizer:
       ValueError: the forward product reads w itself.
     """
     fwd = recipes.get(recipe).fwd
-    if fwd is None or fwd.outlier_threshold:
+    if fwd is None or fwd.outlier_threshold or fwd.in_blocks:
         needs = "multiplies w itself" if fwd is None else "multiplies outliers with w itself"
+        if fwd is not None and fwd.in_blocks:
+            needs = "quantizes w along another axis in each product"
         raise ValueError(f"this recipe {needs}, and has no quantized w: pass w itself")
     return fwd.rhs
 

@@ -144,6 +144,8 @@ def _operands(product: Product | None) -> str:
         return "not quantized"
     lhs, rhs = product.lhs, product.rhs
     described = f"{lhs.dtype} {lhs.scope} x {rhs.dtype} {rhs.scope}"
+    if product.in_blocks:
+        described += f" (blocks of {lhs.block}, scales {lhs.scale})"
     if lhs.scope != "block" and lhs.rotation > 1:
         described += f" (rotation {lhs.rotation})"
     if lhs.scope == "block":  # both operands have equal blocks

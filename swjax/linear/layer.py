@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from swjax.kernels import dispatch, reference, targets
+from swjax.kernels.block_formats.reference import emulated, quantize_blocks
 from swjax.kernels.reference import QTensor
 from swjax.linear.layouts import Spec, as_matrix, quantized_specs, specs_of
 from swjax.linear.sharding import Sharding
@@ -54,6 +55,12 @@ class Layer:
         if fwd is None or dgrad is None:
             return False
         return fwd.rhs == dgrad.rhs and fwd.rhs.scope == "tensor" and fwd.rhs.rotation == 1
+
+    @property
+    def rotated_weight(self) -> int:
+        """The rotation along k of a weight that is quantized already; 1 for no rotation."""
+        fwd = self.recipe.fwd
+        return 1 if self.w_dtype or fwd is None else fwd.rhs.rotation
 
     @property
     def reads_last_axis(self) -> bool:
@@ -117,20 +124,16 @@ def read(
     if quantizer is None:
         return Operand(as_array(operand, layer.dtype))
     known = [Operand(quantized=operand.quantized), Operand(transposed=operand.transposed)]
+    known = [] if quantizer.in_blocks else known
     for only in reversed(known) if axis == 0 else known:
-        if axis == -1 and only.transposed is not None and quantizer.rotation > 1:
-            continue  # it is rotated along the other axis
         q, along = stored(only, axis)
         if q is None or q.values.dtype != quantizer.dtype or q.scale.shape[along] != 1:
             continue
         if axis == -1 or q.values.ndim == 2:
             return only
     array = as_array(operand, "float32") if operand.array is None else operand.array
-    if quantizer.rotation > 1 and operand.array is None:
-        raise ValueError(
-            "the input gradient of a recipe that rotates features needs w itself, got a quantized w: pass w, "
-            "or a recipe without rotation"
-        )
+    if quantizer.in_blocks:
+        return Operand(quantized=quantize_in_blocks(quantizer, array, spec, axis, layer))
     transpose = axis == 0 and layer.reads_last_axis
     q = quantize_sharded(quantizer, array, spec, axis, layer, transpose=transpose)
     return Operand(transposed=q) if transpose else Operand(quantized=q)
@@ -193,6 +196,49 @@ def quantize_sharded(
         specs = quantized_specs(*(Spec(reversed(spec)) for spec in (out_spec, scale_spec)))
     q = sharding.map_shards(step, (x,), (spec,), specs)
     return _with_fixed_scale(q) if per_tensor else q
+
+
+def quantize_in_blocks(
+    quantizer: Quantizer, x: jax.Array, spec: Spec, axis: int, layer: Layer
+) -> QTensor:
+    """Rounds x to a block format for a product that sums over `axis`; for axis 0, as a matrix of all tokens.
+
+    Each device forms blocks of its own elements. To rotate tokens, zeros fill the last group of a device, for
+    both operands of the weight gradient alike.
+    """
+    sharding, whole = layer.sharding, as_matrix(spec, False) if axis == 0 else spec
+    square, rotation = quantizer.scope == "square", quantizer.rotation
+    dtype = "float32" if quantizer.scale == "float32" else "bfloat16"
+
+    def step(x):
+        if axis == 0:
+            x = rotated_tokens(as_rows(x), rotation)
+        else:
+            x = reference.rotate_features(x, rotation, axis)
+        absmax = None
+        if sharding.sharded_axes(*whole):
+            absmax = reference.absolute_maximum(x, tuple(range(x.ndim)))
+            absmax = sharding.maximum(absmax, *whole)
+        options: dict[str, Any] = {"dtype": quantizer.dtype, "scale": quantizer.scale}
+        blocks = quantize_blocks(
+            x, axis, block=quantizer.block, square=square, absmax=absmax, **options
+        )
+        return emulated(blocks, axis, quantizer.block, square=square, dtype=dtype)
+
+    specs = quantized_specs(whole, Spec(() for _ in whole))
+    return sharding.map_shards(step, (x,), (spec,), specs)
+
+
+def rotated_tokens(x: jax.Array, rotation: int) -> jax.Array:
+    """Rotates groups of rows of x [m, n]; zeros fill the last group.
+
+    >>> import jax.numpy as jnp
+    >>> rotated_tokens(jnp.ones((3, 1)), 4).shape
+    (4, 1)
+    """
+    if rotation > 1:
+        x = jnp.pad(x, ((0, -x.shape[0] % rotation), (0, 0)))
+    return reference.rotate_features(x, rotation, 0)
 
 
 def quantize_weight_both_ways(w: jax.Array, dtype: str, layer: Layer) -> tuple[QTensor, QTensor]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from swjax import recipes
@@ -36,7 +37,9 @@ class Quantized:
 
     def __call__(self, params: Any, *args: Any, **kwargs: Any) -> Any:
         """Returns `fn(params, *args, **kwargs)`; arguments that are not arrays are static."""
-        plan, planner, values, out = self._planned(params, args, kwargs)
+        # One operation at a time outside of `jax.jit`: each call would compile its groups again.
+        in_jit = isinstance(jnp.zeros(()), jax.core.Tracer)
+        plan, planner, values, out = self._planned(params, args, kwargs, groups=in_jit)
         _warn(planner)
         outs, _ = run(plan, values)
         return jax.tree.unflatten(out, outs)
@@ -45,10 +48,10 @@ class Quantized:
         """Lists every product of `fn`; arguments may be `jax.ShapeDtypeStruct`s."""
         return self._planned(params, args, kwargs)[1].products
 
-    def _planned(self, params, args, kwargs):
+    def _planned(self, params, args, kwargs, groups=False):
         program = _traced(self.fn, params, args, kwargs)
         choices = _choices(self.rules, [path for path, _ in program.parameters])
-        plan, planner = program.planned(choices, self.implementation)
+        plan, planner = program.planned(choices, self.implementation, groups)
         return plan, planner, program.values, program.out
 
 
@@ -68,10 +71,13 @@ class _Program(NamedTuple):
     out: Any
 
     def planned(
-        self, choices: Mapping[str, Choice], implementation: str | None = None
+        self,
+        choices: Mapping[str, Choice],
+        implementation: str | None = None,
+        groups: bool = False,
     ) -> tuple[Plan, Planner]:
         """Plans the program; the planner lists the products."""
-        planner = Planner(choices, implementation)
+        planner = Planner(choices, implementation, groups)
         origins: list[Origin | None] = [Origin((path,), w.dtype) for path, w in self.parameters]
         origins += [None] * (len(self.values) - len(origins))
         return planner.plan(self.jaxpr, origins), planner

@@ -63,13 +63,17 @@ class Planner:
     Attributes:
       choices: {path of a parameter: its choice}.
       implementation: of the products, see `swjax.kernels.dispatch`.
+      groups: whether to compile other operations in groups, see `Plan.grouped`.
       products: what the programs multiply, in order.
     """
 
-    def __init__(self, choices: Mapping[str, Choice], implementation: str | None) -> None:
-        self.choices, self.implementation = choices, implementation
+    def __init__(
+        self, choices: Mapping[str, Choice], implementation: str | None, groups: bool = False
+    ) -> None:
+        self.choices, self.implementation, self.groups = choices, implementation, groups
         self.products = ProgramReport()
         self._results: dict[tuple, Callable] = {}
+        self._groups: dict[tuple, Callable] = {}
 
     def plan(self, jaxpr: Any, origins: Origins, repeats: int = 1, opaque: str = "") -> Plan:
         """Plans a jaxpr, open or closed.
@@ -89,6 +93,7 @@ class Planner:
             steps.append(step)
             known |= dict(zip(eqn.outvars, found))
         plan = Plan(jaxpr, constants, steps, list(map(read, jaxpr.outvars)))
+        plan = plan.grouped(self._groups) if self.groups else plan
         results = self._results.setdefault(
             self._key(jaxpr, origins, opaque), lambda *args: run(plan, *args)[0]
         )
@@ -103,9 +108,10 @@ class Planner:
         name, count, step = eqn.primitive.name, len(eqn.outvars), Step(as_it_is, eqn)
         if name in CALLS:
             return self._call(eqn, found, repeats, opaque)
-        if name in CASTS | RESHARDS | GATHERS | MOVES and any(found):
-            # An `optimization_barrier` has one result for each operand.
-            return Step(move, eqn), found[:count] if name in RESHARDS else [found[0]] * count
+        # An `optimization_barrier` has one result for each operand.
+        moved = found[:count] if name in RESHARDS else found[:1] * count
+        if name in CASTS | RESHARDS | GATHERS | MOVES and any(moved):
+            return Step(move, eqn), moved
         if name in ("dot_general", "ragged_dot_general"):
             step = self._product(eqn, found, repeats, opaque)
         else:

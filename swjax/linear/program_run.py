@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import jax
@@ -36,12 +37,12 @@ class Step(NamedTuple):
     Attributes:
       execute: a function of the step, the values of the operands, and these before casts and reshards; it
         returns the same two lists for the results. The second may be shorter: what it lacks is as the values.
-      eqn: the equation.
+      eqn: the equation, or a `Group`.
       bodies: the plans of the jaxprs that it runs.
     """
 
     execute: Callable[["Step", Arrays, Arrays], tuple[Arrays, Arrays]]
-    eqn: core.JaxprEqn
+    eqn: Any
     bodies: "tuple[Plan, ...]" = ()
 
 
@@ -65,6 +66,23 @@ class Plan(NamedTuple):
     def changes(self) -> bool:
         """Whether a step differs from its equation."""
         return any(step.execute not in (as_it_is, move) for step in self.steps)
+
+    def grouped(self, known: "dict[tuple, Callable]") -> "Plan":
+        """The plan with equations that run as they are in groups; JAX traces those of equal layers once.
+
+        Args:
+          known: {what determines a group: its function}; groups are added.
+        """
+        if not self.changes:  # nothing will run its steps
+            return self
+        steps: list[Step] = []
+        last = set(self.jaxpr.outvars)
+        for key, group in reversed([(k, list(g)) for k, g in groupby(self.steps, _group_of)]):
+            steps[:0] = group if key is None else [_as_one(group, last, known)]
+            last |= {
+                atom for step in group for atom in step.eqn.invars if isinstance(atom, core.Var)
+            }
+        return self._replace(steps=steps)
 
 
 def run(plan: Plan, values: Sequence, stored: Sequence = ()) -> tuple[Arrays, Arrays]:
@@ -110,6 +128,78 @@ def _bind(eqn, values: Arrays) -> Arrays:
     functions, params = bound if isinstance(bound, tuple) else ((), bound)
     outs = eqn.primitive.bind(*functions, *values, **params)
     return outs if eqn.primitive.multiple_results else [outs]
+
+
+# --- groups of equations that run as they are -----------------------------------------------------------
+
+
+class Group(NamedTuple):
+    """Consecutive equations as one; the attributes are those of an equation that `run` reads."""
+
+    function: Callable
+    invars: list[core.Var]
+    outvars: list[core.Var]
+    ctx: Any
+    source_info: Any
+
+
+def _group_of(step: Step) -> tuple | None:
+    """What the equations of a group share; None for a step that runs by itself."""
+    eqn = step.eqn
+    if step.execute is not as_it_is or eqn.effects:
+        return None
+    return eqn.ctx, str(eqn.source_info.name_stack)
+
+
+def _as_one(steps: list[Step], needed: set, known: dict[tuple, Callable]) -> Step:
+    """One step for several; `needed` are the variables that later steps read."""
+    eqns = [step.eqn for step in steps]
+    made = {var: None for eqn in eqns for var in eqn.outvars}
+    read = [atom for eqn in eqns for atom in eqn.invars if isinstance(atom, core.Var)]
+    invars = list(dict.fromkeys(var for var in read if var not in made))
+    outvars = [var for var in made if var in needed]
+    key = _description(eqns, invars, outvars)
+    if key not in known:
+
+        @jax.jit
+        def operations(*values):
+            env = dict(zip(invars, values))
+            for eqn in eqns:
+                operands = [a.val if isinstance(a, core.Literal) else env[a] for a in eqn.invars]
+                env |= zip(eqn.outvars, _bind(eqn, operands))
+            return [env[var] for var in outvars]
+
+        known[key] = operations
+    group = Group(known[key], invars, outvars, eqns[0].ctx, eqns[0].source_info)
+    return Step(lambda step, values, stored: (step.eqn.function(*values), []), group)
+
+
+def _description(eqns, invars, outvars) -> tuple:
+    """Equal for groups that compute the same."""
+    number = {var: i for i, var in enumerate([*invars, *(v for eqn in eqns for v in eqn.outvars)])}
+
+    def of_atom(atom):
+        if isinstance(atom, core.Literal):
+            return atom.aval, repr(atom.val)
+        return number[atom]
+
+    def of_parameter(value):
+        try:
+            hash(value)
+        except TypeError:
+            return id(value)
+        return value
+
+    described = [
+        (
+            eqn.primitive,
+            *((name, of_parameter(value)) for name, value in sorted(eqn.params.items())),
+            *map(of_atom, eqn.invars),
+            *(var.aval for var in eqn.outvars),
+        )
+        for eqn in eqns
+    ]
+    return (*described, *(var.aval for var in invars), *(number[var] for var in outvars))
 
 
 def move(step: Step, values: Arrays, stored: Arrays) -> tuple[Arrays, Arrays]:

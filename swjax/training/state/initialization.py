@@ -26,6 +26,7 @@ from ml_collections import ConfigDict
 
 from swjax import interop
 from swjax.data import Fitting, files
+from swjax.interop import weight_files
 from swjax.interop.layouts import LAYOUTS
 from swjax.models import clip
 from swjax.safe_files import mask_credentials
@@ -143,7 +144,7 @@ def _check_protocol(address: str) -> None:
 def fetched(address: str, folder: Path) -> str:
     """Copies weights and their config from an fsspec address to `folder`; returns the path of the copy."""
     name = address.rstrip("/").rpartition("/")[2]
-    is_file = name.endswith((".safetensors", ".npz"))
+    is_file = name.endswith((".safetensors", ".npz", ".bin", ".pt", ".pth", weight_files.INDEX))
     parent = address.rstrip("/").rpartition("/")[0] if is_file else address.rstrip("/")
     _check_protocol(address)
     import fsspec
@@ -151,7 +152,11 @@ def fetched(address: str, folder: Path) -> str:
     try:
         filesystem, inside = fsspec.core.url_to_fs(parent)
         held = {path.rpartition("/")[2]: path for path in filesystem.ls(inside, detail=False)}
-        wanted = {name} if is_file else {layout.weights for layout in LAYOUTS.values()}
+        names = [name] if is_file else [each for each in weight_files.NAMES if each in held]
+        wanted = set(names[:1])
+        if names and names[0].endswith(weight_files.INDEX):
+            stem = names[0].removesuffix(weight_files.INDEX).partition(".")[0]
+            wanted |= {each for each in held if re.match(rf"{re.escape(stem)}-\d+-of-\d+\.", each)}
         chosen = held.keys() & (wanted | {layout.config for layout in LAYOUTS.values()})
         for one in chosen:
             filesystem.get_file(held[one], str(folder / one))

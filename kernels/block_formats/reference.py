@@ -1,0 +1,184 @@
+"""Formats whose blocks of neighbours share a scale, emulated: values are rounded as in hardware, and multiplied in
+bfloat16 or float32.
+
+A block has one scale in a small format; NVFP4 adds one float32 scale for the whole array. Values and scales of
+MXFP8 and NVFP4 are exact in bfloat16 together, so a bfloat16 product with float32 sums computes what matrix units for
+these formats do. The product of e4m3 and a float32 scale is rounded to float32.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from swjax.kernels.formats import (
+    LARGEST,
+    SMALLEST_ABSMAX,
+    QTensor,
+    absolute_maximum,
+    divide,
+    round_to_fp8,
+    to_float32,
+)
+
+SCALES = ("float32", "float8_e8m0fnu", "float8_e4m3fn")
+# The largest magnitude of each element format, and its binary exponent.
+ELEMENTS = LARGEST | {"float4_e2m1fn": 6.0}
+_LARGEST_EXPONENT = {"float8_e4m3fn": 8, "float8_e5m2": 15, "float4_e2m1fn": 2}
+
+
+class Blocks(NamedTuple):
+    """An array in a block format: ``values * scales * scale``, each scale repeated over its block.
+
+    Attributes:
+      values: float32 [...], values of the element format.
+      scales: float32, values of the format of the scales, one for each block; the last block may be shorter.
+      scale: float32 with one element.
+    """
+
+    values: jax.Array
+    scales: jax.Array
+    scale: jax.Array
+
+
+def block_absolute_maximum(x: jax.Array, axis: int, block: int, *, square: bool = False) -> jax.Array:
+    """The largest magnitude of each block.
+
+    Args:
+      x: [...] float16, bfloat16 or float32.
+      axis: the axis along which a block extends.
+      block: its length. The last block of a row may be shorter.
+      square: whether a block also extends along the other axis of a matrix x.
+
+    Returns:
+      float32: like x, with ceil(n / block) elements instead of n along `axis`, and if `square` along both axes.
+
+    >>> block_absolute_maximum(jnp.array([[1.0, -3.0, 2.0]]), -1, 2).tolist()
+    [[3.0, 2.0]]
+    """
+    magnitude = to_float32(x)
+    for each in (0, 1) if square else (axis % x.ndim,):
+        magnitude = absolute_maximum(_split(magnitude, each, block), (each + 1,)).squeeze(each + 1)
+    return magnitude
+
+
+def quantize_blocks(
+    x: jax.Array,
+    axis: int = -1,
+    *,
+    dtype: str,
+    block: int,
+    scale: str,
+    square: bool = False,
+    absmax: jax.Array | None = None,
+    bits: jax.Array | None = None,
+) -> Blocks:
+    """Scales each block so that its largest magnitude fits into `dtype`, and rounds.
+
+    The scale of a block with the largest magnitude m is
+
+    ======================  =================================================================================
+    `scale`                 scale of a block
+    ======================  =================================================================================
+    "float32"               m / largest(dtype), as `swjax.quantize` does
+    "float8_e8m0fnu" (MX)   2 ** (floor(log2 m) - e), with e the exponent of the largest value of `dtype`: the
+                            OCP specification, which rounds the scale down and clips up to a fifth of m.
+                            `jax.nn.scaled_matmul` rounds m / largest(dtype) up to a power of two, and clips nothing
+    "float8_e4m3fn" (NV)    m / largest(dtype) * encode, rounded to e4m3, with encode = 448 * largest(dtype) / M for
+                            the largest magnitude M of the array, as Transformer Engine defines it
+    ======================  =================================================================================
+
+    m and M are at least 2**-92, as in `swjax.quantize`. A block with a non-finite element becomes NaN, and in "NV"
+    the whole array.
+
+    Args:
+      x: [...] float16, bfloat16 or float32, of any size.
+      axis: the axis along which a block extends: that of the contraction.
+      dtype: "float8_e4m3fn", "float8_e5m2" or "float4_e2m1fn".
+      block: elements per block.
+      scale: format of the scales, see above.
+      square: whether blocks are `block` x `block` elements of a matrix.
+      absmax: float32 with one element, M; None takes that of x. For shards of a larger array.
+      bits: uint32 like x, random: rounds stochastically, up with a probability that is the distance to the lower
+        neighbour in units of the spacing, so that the mean over bits is exact. None rounds to nearest, ties to even.
+
+    Returns:
+      Blocks.
+
+    Raises:
+      ValueError: a format does not exist, or the block is not positive, or `square` and x is no matrix.
+
+    >>> q = quantize_blocks(jnp.array([[3.0, 400.0, 0.3, 0.0]]), dtype="float4_e2m1fn", block=2, scale="float8_e8m0fnu")
+    >>> q.values.tolist(), q.scales.tolist()
+    ([[0.0, 6.0, 4.0, 0.0]], [[64.0, 0.0625]])
+
+    References:
+      Open Compute Project, "OCP Microscaling Formats (MX) Specification", version 1.0, 2023.
+      NVIDIA, "Pretraining large language models with NVFP4", 2025, https://arxiv.org/abs/2509.25149
+    """
+    if dtype not in _LARGEST_EXPONENT or scale not in SCALES or block < 1 or (square and x.ndim != 2):
+        raise ValueError(
+            f"quantize_blocks needs a dtype of {', '.join(_LARGEST_EXPONENT)}, a scale of {', '.join(SCALES)}, a "
+            f"positive block and for square blocks a matrix, got {dtype!r}, {scale!r}, {block} and {x.shape}"
+        )
+    largest, one = ELEMENTS[dtype], jnp.ones((1,) * x.ndim, jnp.float32)
+    if not x.size:
+        return Blocks(to_float32(x), block_absolute_maximum(x, axis, block, square=square), one)
+    maxima = jnp.maximum(block_absolute_maximum(x, axis, block, square=square), SMALLEST_ABSMAX)
+    finite, maxima = jnp.isfinite(maxima), jnp.where(jnp.isfinite(maxima), maxima, 1.0)
+    if scale == "float32":
+        factors, scales = divide(largest, maxima), maxima * jnp.float32(1 / np.float32(largest))
+    elif scale == "float8_e8m0fnu":
+        power = lax.bitcast_convert_type(maxima, jnp.uint32) & jnp.uint32(0x7F800000)
+        scales = lax.bitcast_convert_type(power, jnp.float32) * 2.0 ** -_LARGEST_EXPONENT[dtype]
+        factors = 1 / scales  # exact: a power of two
+    else:
+        whole = absolute_maximum(x, tuple(range(x.ndim))) if absmax is None else absmax
+        whole = jnp.maximum(whole.reshape(one.shape), SMALLEST_ABSMAX)
+        encode = divide(LARGEST[scale] * largest, whole)
+        one = divide(1.0, encode)
+        scales = divide(maxima, jnp.float32(largest)) * encode
+        scales = round_to_fp8(jnp.minimum(scales, LARGEST[scale]), scale)
+        decode = scales * one
+        inverse = divide(1.0, jnp.where(decode > 0, decode, 1.0))
+        factors = jnp.where(decode > 0, inverse, jnp.finfo(jnp.float32).max)
+    shape, spread = x.shape, (axis, block, square)
+    scaled = to_float32(x) * _spread(factors, shape, *spread)
+    values = jnp.clip(round_to_fp8(scaled, dtype, bits), -largest, largest)
+    return Blocks(jnp.where(_spread(finite, shape, *spread), values, jnp.nan), scales, one)
+
+
+def emulated(x: Blocks, axis: int, block: int, *, square: bool = False, dtype: str) -> QTensor:
+    """Converts an array in a block format to a QTensor whose values include the scales of the blocks.
+
+    Args:
+      x: the result of `quantize_blocks`.
+      axis, block, square: those of `quantize_blocks`.
+      dtype: of the values; "bfloat16" holds those of all formats but float32 scales exactly.
+
+    Returns:
+      A QTensor with one scale.
+
+    >>> x = quantize_blocks(jnp.array([[3.0, 400.0]]), dtype="float8_e4m3fn", block=1, scale="float8_e8m0fnu")
+    >>> emulated(x, -1, 1, dtype="bfloat16").values.tolist()
+    [[3.0, 384.0]]
+    """
+    values = x.values * _spread(x.scales, x.values.shape, axis, block, square)
+    return QTensor(values.astype(dtype), x.scale)
+
+
+def _split(x: jax.Array, axis: int, block: int) -> jax.Array:
+    """Pads an axis with zeros to whole blocks, and splits it in two: [..., blocks, block, ...]."""
+    padding = [(0, 0)] * x.ndim
+    padding[axis] = (0, -x.shape[axis] % block)
+    shape = (*x.shape[:axis], -(-x.shape[axis] // block), block, *x.shape[axis + 1 :])
+    return jnp.pad(x, padding).reshape(shape)
+
+
+def _spread(x: jax.Array, shape: tuple[int, ...], axis: int, block: int, square: bool) -> jax.Array:
+    """Repeats what each block has for all of its elements."""
+    for each in (0, 1) if square else (axis % len(shape),):
+        x = lax.slice_in_dim(jnp.repeat(x, block, axis=each), 0, shape[each], axis=each)
+    return x

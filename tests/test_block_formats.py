@@ -1,0 +1,201 @@
+"""Block formats: bits equal to independent definitions, rounding without bias, and the layers that use them."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from swjax.kernels.block_formats.reference import emulated, quantize_blocks
+
+pytestmark = pytest.mark.usefixtures("compiles_as_users_do")
+
+E4M3, E5M2, E2M1 = (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float4_e2m1fn)
+LARGEST = {E4M3: np.float32(448), E5M2: np.float32(57344), E2M1: np.float32(6)}
+EXPONENT = {E4M3: 8, E5M2: 15, E2M1: 2}
+
+
+def drawn(*shape, seed=0):
+    """Values of many magnitudes, with zeros, a block of zeros and ties."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal(shape) * np.exp2(rng.integers(-20, 20, (shape[0], 1)))
+    x[rng.random(shape) < 0.05] = 0
+    x[-1, :32] = 0
+    x[-2] = np.resize([448, 17.0, 18.0, 19.0, 0.25, 6.0, 5.0, 2.5], shape[1])
+    return x.astype(np.float32)
+
+
+def blocks_of(x, block):
+    """[m, n] as [m, n / block, block]."""
+    return x.reshape(len(x), -1, block)
+
+
+def rounded(x, dtype):
+    return np.clip(x, -LARGEST[dtype], LARGEST[dtype]).astype(dtype).astype(np.float32)
+
+
+def ocp(x, dtype, block=32):
+    """OCP MX 1.0, section 6.3: the scale is the largest power of two in the block over that of the format."""
+    blocks = blocks_of(x.astype(np.float64), block)
+    maxima = np.maximum(np.abs(blocks).max(-1, keepdims=True), 2.0**-92)
+    scale = np.exp2(np.floor(np.log2(maxima)) - EXPONENT[dtype])
+    return rounded((blocks / scale).astype(np.float32), dtype).reshape(x.shape), scale[..., 0]
+
+
+def transformer_engine(x, block, square=False):
+    """NVFP4 as in Transformer Engine's Python reference: two scales, every operation rounded to float32."""
+    one = np.float32(1)
+    encode = np.float32(448) * np.float32(6) / np.abs(x).max()
+    decode = one / encode
+    maxima = np.abs(blocks_of(x, block)).max(-1, keepdims=True)
+    if square:
+        over_rows = maxima.reshape(-1, block, maxima.shape[1]).max(1)
+        maxima = np.repeat(over_rows, block, axis=0)[..., None]
+    scale = np.minimum(maxima / np.float32(6) * encode, np.float32(448)).astype(E4M3)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        inverse = np.minimum(one / (scale.astype(np.float32) * decode), np.finfo(np.float32).max)
+        values = rounded(blocks_of(x, block) * inverse, E2M1)
+    return values.reshape(x.shape), scale.astype(np.float32)[..., 0], decode
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2, E2M1])
+def test_mx_follows_the_ocp_specification(dtype):
+    x, name = drawn(64, 128), np.dtype(dtype).name
+    q = jax.jit(quantize_blocks, static_argnames=("dtype", "block", "scale"))(
+        x, dtype=name, block=32, scale="float8_e8m0fnu"
+    )
+    values, scale = ocp(x, dtype)
+    np.testing.assert_array_equal(q.values, values)
+    np.testing.assert_array_equal(q.scales, scale)
+    assert np.all(np.asarray(q.scale) == 1)
+
+
+def test_mx_scales_of_jax_are_rounded_up():
+    """`jax.nn.scaled_matmul` clips nothing, so half of the blocks have twice the scale of the specification."""
+    from jax._src.cudnn.scaled_matmul_stablehlo import e8m0_to_dtype, quantize
+
+    x = drawn(64, 128)[:-2]
+    config = jax.nn.get_scaled_dot_general_config("mxfp8")
+    theirs, scales = quantize(jnp.asarray(x)[None], config)
+    scales = np.asarray(e8m0_to_dtype(np.asarray(scales).view(np.uint8), np.float32))[0]
+    ours = quantize_blocks(jnp.asarray(x), dtype="float8_e4m3fn", block=32, scale="float8_e8m0fnu")
+    ratio = scales / np.asarray(ours.scales)
+    clipped = np.abs(blocks_of(x, 32)).max(-1) > 448 * np.asarray(ours.scales)
+    np.testing.assert_array_equal(ratio, np.where(clipped, 2, 1))
+    assert 0.1 < clipped.mean() < 0.4  # mantissas of maxima above 1.75
+    same = np.repeat(~clipped, 32, axis=1)
+    np.testing.assert_array_equal(
+        np.asarray(theirs, np.float32)[0][same], np.asarray(ours.values)[same]
+    )
+
+
+@pytest.mark.parametrize("square", [False, True])
+def test_nvfp4_follows_transformer_engine(square):
+    x = drawn(64, 128) if square else drawn(48, 128, seed=1)
+    q = jax.jit(quantize_blocks, static_argnames=("dtype", "block", "scale", "square"))(
+        x, dtype="float4_e2m1fn", block=16, scale="float8_e4m3fn", square=square
+    )
+    values, scale, decode = transformer_engine(x, 16, square)
+    got = np.repeat(q.scales, 16, axis=0) if square else q.scales
+    np.testing.assert_array_equal(got, scale)
+    np.testing.assert_array_equal(q.values, values)
+    np.testing.assert_array_equal(q.scale, np.full((1, 1), decode))
+
+
+@pytest.mark.parametrize("square", [False, True])
+def test_float32_scales(square):
+    """absmax / 448 in float32, values x * (448 / absmax) rounded to e4m3, as `swjax.quantize` of each block."""
+    x = drawn(256, 384, seed=2)
+    rows = x.reshape(2, 128, 3, 128) if square else x.reshape(256, 1, 3, 128)
+    maxima = np.maximum(np.abs(rows).max((1, 3)), np.float32(2.0**-92))
+    q = quantize_blocks(x, dtype="float8_e4m3fn", block=128, scale="float32", square=square)
+    np.testing.assert_array_equal(q.scales, maxima * np.float32(1 / 448))
+    spread = np.repeat(maxima, 128, axis=1)
+    spread = np.repeat(spread, 128, axis=0) if square else spread
+    np.testing.assert_array_equal(q.values, rounded(x * (np.float32(448) / spread), E4M3))
+
+
+FORMATS = {
+    "mx": {"dtype": "float8_e4m3fn", "block": 32, "scale": "float8_e8m0fnu"},
+    "nv": {"dtype": "float4_e2m1fn", "block": 16, "scale": "float8_e4m3fn"},
+    "128": {"dtype": "float8_e4m3fn", "block": 128, "scale": "float32"},
+}
+
+
+@pytest.mark.parametrize("name, square", [("mx", False), ("nv", True), ("128", True)])
+def test_short_last_blocks_equal_padding(name, square):
+    options = FORMATS[name] | {"square": square}
+    quantize = jax.jit(partial(quantize_blocks, **options), static_argnums=1)
+    block, x = options["block"], jnp.asarray(drawn(200, 77, seed=3))
+    padded = jnp.pad(x, ((0, -200 % block if square else 0), (0, -77 % block)))
+    got, want = (quantize(each, 1) for each in (x, padded))
+    np.testing.assert_array_equal(got.values, want.values[:200, :77])
+    np.testing.assert_array_equal(got.scales, want.scales)
+    along_rows = quantize(x.T, 0)
+    np.testing.assert_array_equal(along_rows.values, got.values.T)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_emulated_values(name):
+    """The values of small scales are exact in bfloat16; bfloat16 inputs give the same as float32."""
+    options = FORMATS[name]
+    x = jnp.asarray(drawn(16, 256, seed=4), "bfloat16")
+    q = quantize_blocks(x, **options)
+    again = quantize_blocks(x.astype("float32"), **options)
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool(jnp.all(a == b)), q, again))
+    block = options["block"]
+    exact = np.asarray(q.values, np.float64) * np.repeat(q.scales, block, axis=1)
+    if name != "128":
+        values = emulated(q, -1, block, dtype="bfloat16").values
+        np.testing.assert_array_equal(values.astype("float32"), exact)
+    values = emulated(q, -1, block, dtype="float32").values
+    np.testing.assert_allclose(values, exact, rtol=2**-24)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_non_finite_elements_spoil_their_block(name):
+    options = FORMATS[name]
+    quantize = jax.jit(partial(quantize_blocks, **options))
+    for bad in (np.nan, np.inf):
+        q = np.asarray(quantize(jnp.ones((2, 256)).at[0, 3].set(bad)).values)
+        assert np.isnan(q[0, : options["block"]]).all()
+        if name != "nv":
+            assert np.isfinite(q[0, options["block"] :]).all() and np.isfinite(q[1]).all()
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (3, 0)])
+def test_empty_arrays(shape):
+    for options in FORMATS.values():
+        assert quantize_blocks(jnp.zeros(shape), **options).values.shape == shape
+
+
+def test_bad_arguments():
+    x = jnp.ones((2, 4, 4))
+    for wrong in ({"dtype": "int8"}, {"scale": "bfloat16"}, {"block": 0}, {"square": True}):
+        with pytest.raises(ValueError, match="quantize_blocks needs a dtype of .* got"):
+            quantize_blocks(x, **FORMATS["mx"] | wrong)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_stochastic_rounding_has_no_bias(name):
+    """The mean of 10**5 draws is within five standard errors of x, everywhere in the range of the format."""
+    draws, options = 100_000, FORMATS[name]
+    block = options["block"]
+    scale = 6.0 if "float4" in options["dtype"] else 448.0
+    x = np.linspace(-1, 1, block, dtype=np.float32) * scale
+    x[1::4] *= 0.01  # near zero and among the subnormals
+    x = jnp.asarray(x[None])
+
+    @jax.jit
+    def mean_and_values(key):
+        bits = jax.random.bits(key, (draws, block), "uint32")
+        q = quantize_blocks(jnp.broadcast_to(x, (draws, block)), **options, bits=bits)
+        values = q.values * q.scales * q.scale
+        return values.mean(0), values.std(0), values
+
+    mean, deviation, values = mean_and_values(jax.random.key(0))
+    error = np.abs(np.asarray(mean) - np.asarray(x[0]))
+    assert np.all(error <= 5 * np.asarray(deviation) / np.sqrt(draws) + 1e-6 * scale)
+    assert all(len(np.unique(column)) <= 2 for column in np.asarray(values).T)  # the two neighbours
