@@ -2,7 +2,7 @@
 
     python benchmarks/language_models_torch.py --out=benchmarks/results/language_models_torch.json
     python benchmarks/language_models_torch.py --kinds blocks --arms bf16 float8_tensorwise
-    python benchmarks/language_models_torch.py --kinds step --models llama-3.2-1b --mesh fsdp=1 fsdp=2  # two GPUs
+    python benchmarks/language_models_torch.py --kinds step --mesh fsdp=1 fsdp=2     # two GPUs
     python benchmarks/language_models_torch.py --models tiny --arms bf16      # on any machine
 
 It has a process and an environment of its own, because PyTorch needs another Triton than swjax's kernels.
@@ -324,7 +324,9 @@ def row_of(case: tuple, args) -> dict:
             own = shape._replace(batch=shape.batch // devices)
             prepare = partial(run_sharded_step, arm, own, args.remat, args.reduce_dtype)
         else:
-            prepare = partial({"blocks": run_blocks, "step": run_step}[kind], arm, shape, args.remat)
+            prepare = partial(
+                {"blocks": run_blocks, "step": run_step}[kind], arm, shape, args.remat
+            )
         return row | measure(prepare, shape, devices)
     except Exception as error:  # a failing case must not end the run
         return row | {"error": f"{type(error).__name__}: {str(error)[:300]}"}
