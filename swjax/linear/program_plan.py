@@ -294,7 +294,7 @@ class Planner:
                 self.plan(jaxpr, aligned, repeats, opaque or f"inside {name}")
 
 
-def moved_spec(eqn, spec: tuple | None, shape: tuple[int, ...]) -> tuple | None:
+def moved_spec(eqn: Any, spec: tuple | None, shape: tuple[int, ...]) -> tuple | None:
     """The mesh axes that shard the result of an operation that moves elements; None if they are unknown.
 
     Args:
