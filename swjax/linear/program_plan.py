@@ -324,14 +324,14 @@ class Planner:
                 self.plan(jaxpr, aligned, repeats, opaque or f"inside {name}")
 
 
-def _moved(eqn, origin: Origin, shape: tuple[int, ...]) -> Origin:
+def _moved(eqn: Any, origin: Origin, shape: tuple[int, ...]) -> Origin:
     """The origin of the result of an operation that moves elements."""
     spec, moves = moved_spec(eqn, origin.spec, shape), origin.moves
     alone = eqn.primitive.name not in GATHERS and len(eqn.invars) == len(eqn.outvars) == 1
     return origin._replace(spec=spec, moves=None if moves is None or not alone else (*moves, eqn))
 
 
-def moved_spec(eqn, spec: tuple | None, shape: tuple[int, ...]) -> tuple | None:
+def moved_spec(eqn: Any, spec: tuple | None, shape: tuple[int, ...]) -> tuple | None:
     """The mesh axes that shard the result of an operation that moves elements; None if they are unknown.
 
     Args:
