@@ -46,9 +46,9 @@ OPERATIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "block_weight_gradient_group": ("mosaic_gpu",),
     },
     "ragged": {
-        "ragged_matmul": ("triton",),
-        "ragged_weight_gradient": ("triton",),
-        "ragged_block_weight_gradient": ("triton",),
+        "ragged_matmul": ("mosaic_gpu", "triton"),
+        "ragged_weight_gradient": ("mosaic_gpu", "triton"),
+        "ragged_block_weight_gradient": ("mosaic_gpu", "triton"),
     },
     "symmetric": {"symmetric_product": ("triton",)},
     "norms": {

@@ -45,13 +45,17 @@ def _mosaic(operation, *arrays, **options):
 
     from swjax.kernels import dispatch
     from swjax.kernels.mosaic_gpu.slices import Slices
+    from swjax.kernels.ragged import mosaic_gpu_blocks
 
-    if "weight_gradient" in operation:
+    if "weight_gradient" in operation and not operation.startswith("ragged"):
         # The interpreter has no semaphores across blocks.
         options.setdefault("slices", Slices(0, 0.0, 1))
     options |= {"interpret": plgpu.InterpretGPUParams(), "multiprocessors": 4}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu_callbacks, "wgmma", partial(_multiply, gpu_callbacks.wgmma))
+        if operation == "ragged_block_weight_gradient":  # Triton rotates
+            rotate = partial(_triton, "ragged_matmul.rotate_blocks")
+            patch.setattr(mosaic_gpu_blocks, "rotate_blocks", rotate)
         return jax.block_until_ready(dispatch.kernel("mosaic_gpu", operation)(*arrays, **options))
 
 

@@ -260,10 +260,12 @@ def test_int8_weight_gradients_compile(compiled, capability, shape, tmp_path):
     assert instructions(product, r"wgmma.*s32\.s8" if capability == 90 else r"mma\.sync.*s32\.s8")
     cut = {"BLOCKS": -(-tokens // 1024), "LENGTH": 1024}
     module = dispatch.module_of("triton", "block_weight_gradient")
-    quantizer = compiled(capability, partial(module.quantize_blocks, dtype="int8", **cut), x)
+    quantize = partial(module.quantize_blocks, dtype="int8", **cut)
+    present = array((tokens,), "bfloat16")
+    quantizers = [compiled(capability, quantize, x, given) for given in (None, present)]
     if capability == 90:
-        assert_no_spills(product, tmp_path)
-        assert_no_spills(quantizer, tmp_path)
+        for kernel in (product, *quantizers):
+            assert_no_spills(kernel, tmp_path)
 
 
 @pytest.mark.parametrize("contract", [-1, -2])
@@ -334,6 +336,59 @@ def test_ragged_products_run_on_tensor_cores_with_wide_loads(compiled, capabilit
         assert_no_spills(kernel, tmp_path)
 
 
+# --- Blackwell: compiled, not timed -----------------------------------------------------------------------
+
+INT8 = "s32.s8.s8.s32"
+# {capability: instructions of int8 and of fp8 products}: B200, B300 and the RTX cards. B300 has no int8 unit of
+# its generation, and multiplies with the instruction of Ampere.
+BLACKWELL = {
+    100: ("tcgen05.mma.cta_group::1.kind::i8", "tcgen05.mma.cta_group::1.kind::f8f6f4"),
+    103: (
+        f"mma.sync.aligned.m16n8k32.row.col.satfinite.{INT8}",
+        "tcgen05.mma.cta_group::1.kind::f8f6f4",
+    ),
+    120: (
+        f"mma.sync.aligned.m16n8k32.row.col.satfinite.{INT8}",
+        "mma.sync.aligned.m16n8k32.row.col.f32.e5m2.e4m3.f32",
+    ),
+}
+each_blackwell = pytest.mark.parametrize("capability", [release(each) for each in BLACKWELL])
+
+
+@each_blackwell
+def test_products_on_blackwell(compiled, capability, tmp_path):
+    for dtypes, instruction in zip((("int8", "int8"), (E5M2, E4M3)), BLACKWELL[capability]):
+        product = compiled_product(compiled, capability, dtypes)
+        assert instructions(product, r"tcgen05\.mma|mma\.sync").keys() == {instruction}
+        assert_wide_loads(product)
+        assert_no_spills(product, tmp_path)
+        memory = {100: 227, 103: 227, 120: 99}[capability]
+        assert product.metadata.shared <= memory * 1024
+
+
+@each_blackwell
+@pytest.mark.parametrize("case", ROWS)
+def test_row_kernels_on_blackwell(compiled, case, capability, tmp_path):
+    arrays, options = ROWS[case]
+    assert_no_spills(compiled(capability, in_triton(case.split(",")[0]), *arrays, **options), tmp_path)
+
+
+# {capability: bytes of stack of attention, of its gradient, and of the weight gradient of rotated tokens}.
+STACKS = {100: (144, 184, 304), 103: (160, 184, 0), 120: (2048, 64, 0)}
+
+
+@each_blackwell
+def test_spills_on_blackwell_are_bounded(compiled, capability, tmp_path):
+    of_attention, of_gradient, of_weights = STACKS[capability]
+    q, lse = array((128, 257, 16, 80), "bfloat16"), array((128, 16, 257))
+    assert_no_spills(compiled(capability, in_triton("attention"), q, q, q), tmp_path, of_attention)
+    backward = compiled(capability, in_triton("attention_backward"), q, q, q, q, lse, q)
+    assert_no_spills(backward, tmp_path, of_gradient)
+    options = {"dtypes": ("int8", "int8"), "block": 1024, "rotation": 128, "out_dtype": "float32"}
+    product = compiled(capability, in_triton("block_weight_gradient"), X, HIDDEN, **options)
+    assert_no_spills(product, tmp_path, of_weights)
+
+
 # --- Mosaic -------------------------------------------------------------------------------------------
 
 
@@ -363,6 +418,13 @@ def test_mosaic_products_lower_for_hopper(dtypes, scales, out_dtype):
         assert "mosaic_gpu" in program
 
 
+@pytest.mark.parametrize("case", [release("16 bits"), "int8", release("16 bits, input gradient")])
+def test_mosaic_ragged_products_lower_for_hopper(case):
+    operation, arrays, options = RAGGED[case]
+    program = lowered(in_mosaic(operation), *arrays, out_dtype="bfloat16", **options)
+    assert "mosaic_gpu" in program
+
+
 @pytest.mark.parametrize("slices", [release(Slices(0, 0.0, 1)), Slices(132, 0.5, 3)])
 @pytest.mark.parametrize("dtype", ["bfloat16", release("float16")])
 def test_mosaic_weight_gradients_lower_for_hopper(slices, dtype):
@@ -375,7 +437,8 @@ def test_mosaic_weight_gradients_lower_for_hopper(slices, dtype):
 def test_mosaic_int8_weight_gradients_lower_for_hopper(slices, dtype):
     x, g = array((5000, 1280), dtype), array((5000, 5120), dtype)
     options = dict(dtypes=("int8", "int8"), block=1024, rotation=128, out_dtype=dtype)
-    program = lowered(in_mosaic("block_weight_gradient"), x, g, slices=slices, **options)
+    present = array((5000,), dtype)
+    program = lowered(in_mosaic("block_weight_gradient"), x, g, present, slices=slices, **options)
     assert program.count("custom_call @mosaic_gpu") == 3  # two rotations and a product
 
 

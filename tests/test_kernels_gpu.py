@@ -47,6 +47,14 @@ def calls():
     cases["weight_gradient_group"] = ((x, (g, g, g)), {"out_dtype": "float32"})
     cases["block_weight_gradient"] = ((x, g), IN_BLOCKS)
     cases["block_weight_gradient_group"] = ((x, (g, g, g)), IN_BLOCKS)
+    sizes = np.array([300, 0, 7, 553, 60], "int32")
+    a, b = operands((1000, 1280, 5 * 576))
+    w = QTensor(
+        b.values.reshape(5, 576, 1280), np.linspace(1, 2, 5, dtype="float32")[:, None, None]
+    )
+    cases["ragged_matmul"] = ((a, w, sizes), {"axis": 2, "out_dtype": "bfloat16"})
+    cases["ragged_weight_gradient"] = ((x, g, sizes), {"out_dtype": "float32"})
+    cases["ragged_block_weight_gradient"] = ((x, (g, g), sizes), IN_BLOCKS)
     cases["attention"] = (attention_arguments("attention", (16, 257, 4, 80)), {})
     cases["attention_backward"] = (attention_arguments("attention_backward", (16, 257, 4, 80)), {})
     return cases

@@ -18,19 +18,25 @@ from swjax.kernels.reference import QTensor
 
 # (rows, k, n) and group sizes: uneven, empty, one token, rows beyond; sizes that steps do not divide.
 SIZES = {
-    "uneven": (np.array([130, 0, 1, 70, 0]), 230),
+    "uneven": (np.array([130, 0, 1, 70, 0]), 232),
     "one token": (np.array([0, 1]), 1),
     "none": (np.array([0, 0, 0]), 5),
     "all to the last": (np.array([0, 0, 300]), 300),
-    "long": (np.array([0, 700, 3]), 710),
-    "wrong": (np.array([40, -7, 2**31 - 1, 2**31 - 1]), 90),
+    "long": (np.array([0, 700, 3]), 712),
+    "wrong": (np.array([40, -7, 2**31 - 1, 2**31 - 1]), 96),
+    "two blocks": (np.array([2003, 2100]), 4112),  # of a cluster share a matrix
 }
-RIGHT = {"wrong": (40, 0, 50, 0)}  # where groups end at the last row
+RIGHT = {"wrong": (40, 0, 56, 0)}  # where groups end at the last row
 CASES = list(SIZES)
-SHAPES = [("uneven", 200, 72), *((case, 256, 320) for case in CASES if case != "long")]
+SHAPES = [("uneven", 200, 72), *((case, 256, 320) for case in CASES)]
+# Those that Mosaic's kernel takes: rows a multiple of 8, and k of 128.
+ALIGNED = [shape for shape in SHAPES[1:] if SIZES[shape[0]][1] % 8 == 0]
 EACH = {
-    "compiled": {"xla": SHAPES[:2], "triton": SHAPES},
-    "interpreted": [SHAPES[0], ("wrong", 40, 24), *SHAPES[1:]],
+    "compiled": {"xla": SHAPES[:2], "triton": SHAPES, "mosaic_gpu": ALIGNED},
+    "interpreted": {
+        "triton": [SHAPES[0], ("wrong", 40, 24), *SHAPES[1:-1]],
+        "mosaic_gpu": [ALIGNED[0], ("wrong", 128, 128), *ALIGNED[1:]],
+    },
 }
 
 
@@ -121,7 +127,7 @@ def test_weight_gradients(operation, implementation, shape, dtype, out_dtype):
     case, k, n = shape
     sizes, m, spans = groups_of(case)
     x, g = normal((m, k), dtype), normal((m, n), dtype, seed=1)
-    x[spans[-1][1] :] = np.nan
+    x[spans[-1][1] :] = g[spans[-1][1] :] = np.nan
     options = {"implementation": implementation, "out_dtype": out_dtype}
     dw = run(operation, x, g, sizes, **options)
     assert dw.dtype == out_dtype and dw.shape == (len(sizes), k, n)
@@ -130,12 +136,15 @@ def test_weight_gradients(operation, implementation, shape, dtype, out_dtype):
 
 
 ROTATED = {
-    "compiled": {"xla": [("uneven", 72, 40)], "triton": [*SHAPES, ("long", 256, 320)]},
-    "interpreted": [("uneven", 72, 40), ("wrong", 40, 24), ("long", 40, 24), SHAPES[0]],
+    "compiled": {"xla": [("uneven", 72, 40)], "triton": SHAPES, "mosaic_gpu": ALIGNED},
+    "interpreted": {
+        "triton": [("uneven", 72, 40), ("wrong", 40, 24), ("long", 40, 24), SHAPES[0]],
+        "mosaic_gpu": [("long", 64, 64), ("wrong", 64, 64), ("uneven", 256, 320)],
+    },
 }
 
 
-@implementations.each("ragged_block_weight_gradient", **ROTATED, kept=3)
+@implementations.each("ragged_block_weight_gradient", **ROTATED, kept=2)
 def test_rotated_weight_gradients(operation, implementation, shape):
     """Within a group they are those of the operation of a single layer, where its blocks are the same."""
     case, k, n = shape

@@ -14,7 +14,9 @@ W = jax.ShapeDtypeStruct((256, 512), jnp.float32)
 
 def mesh_of(platform, kind, size=4):
     try:
-        device = type(jax.make_mesh((1,), ("x",)).abstract_mesh.abstract_device)(kind, None, platform)
+        device = type(jax.make_mesh((1,), ("x",)).abstract_mesh.abstract_device)(
+            kind, None, platform
+        )
     except TypeError:
         device = type(jax.make_mesh((1,), ("x",)).abstract_mesh.abstract_device)(kind, None)
     return AbstractMesh((size,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)

@@ -14,8 +14,13 @@ from swjax.kernels.triton_gpu import launcher
 
 
 def run(operation, *arrays, **options):
-    """Runs a Triton kernel; returns its results as NumPy arrays."""
-    return jax.tree.map(np.asarray, dispatch.kernel("triton", operation)(*arrays, **options))
+    """Runs a Triton kernel; returns its results as NumPy arrays.
+
+    `operation`: of `dispatch`, or another function of its module: "ragged_matmul.rotate_blocks".
+    """
+    operation, _, name = operation.partition(".")
+    function = getattr(dispatch.module_of("triton", operation), name or operation)
+    return jax.tree.map(np.asarray, function(*arrays, **options))
 
 
 class Pointer:

@@ -26,6 +26,7 @@ import swjax
 from benchmarks.kernels import shapes, timing
 from benchmarks.kernels.routing import ROUTINGS, sizes_of
 from benchmarks.kernels.shapes import ExpertShape
+from swjax.kernels import dispatch
 
 COLUMNS = {"model": -17, "tokens": 7, "routing": -8, "weights": -9, "arm": -20, "us": 9}
 COLUMNS |= {"wall_us": 9, "tops": 7, "ratio": 6, "peer": -20, "snr_db": 6, "gib": 6, "error": -1}
@@ -94,6 +95,7 @@ def bench_model(records: timing.Records, args, model: str, tokens: int, weights:
     expected = {}
     for arm in args.arms:
         case = {"model": model, "tokens": tokens, "weights": weights, "arm": arm}
+        case["products"] = args.products or "auto"
         try:
             program = programs[model, tokens, weights, arm]()
         except Exception as error:  # a failing case must not end the run
@@ -172,6 +174,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--routings", nargs="+", choices=ROUTINGS, default=list(ROUTINGS))
     parser.add_argument("--weights", nargs="+", default=["float32"], help="dtypes of the weights")
     parser.add_argument("--tokens", nargs="+", type=int, default=[16_384], help="before routing")
+    text = "the implementation of ragged products to prefer; default: the automatic choice"
+    parser.add_argument("--products", choices=("triton", "mosaic_gpu"), help=text)
     parser.add_argument("--smoke", action="store_true", help="a tiny shape, any machine")
     parser.add_argument("--threads", type=int, default=16, help="that compile")
     parser.add_argument("--seconds", type=float, default=240, help="no case starts after this")
@@ -186,6 +190,11 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     args = arguments(argv)
     records = timing.Records(args.out, args.seconds)
+    if args.products:
+        for operation, known in dispatch.IMPLEMENTATIONS.items():
+            if operation.startswith("ragged"):
+                preferred = sorted(known, key=lambda name: name != args.products)
+                dispatch.IMPLEMENTATIONS[operation] = tuple(preferred)
     with ThreadPoolExecutor(args.threads) as pool:
         programs = compiled_programs(pool, args)
         for model in args.models:

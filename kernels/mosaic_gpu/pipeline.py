@@ -40,6 +40,8 @@ class Scratch(NamedTuple):
       full, empty: a barrier for each slot of the rings.
       addend: a barrier for each compute warpgroup: its half of the array that is added has arrived. None if
         no array is added.
+      edge: [2, HALF, piece], a buffer without swizzle of each compute warpgroup, of which any rows can be
+        written. None if only whole tiles are written.
     """
 
     a: Ref
@@ -48,9 +50,11 @@ class Scratch(NamedTuple):
     full: Ref
     empty: Ref
     addend: Ref = None
+    edge: Ref = None
 
 
-# (first step of a unit, number of steps, function to call in step DURING or None) -> their sums.
+# (first step of a unit, number of steps, function to call in step DURING or None, function of a step and its
+# slot to call before its product or None) -> their sums.
 SumSteps = Callable[..., jax.Array]
 DURING = 2  # copies of the unit before have probably ended
 
@@ -152,8 +156,8 @@ def _multiply_units(work: Work, scratch: Scratch, units: jax.Array, half: jax.Ar
     """Multiplies and writes one half of each unit: a compute warpgroup."""
 
     def multiply_unit(unit, used):
-        def sum_steps(first, count, during=None):
-            return _sum_steps(work, scratch, used + first, count, half, during)
+        def sum_steps(first, count, during=None, before=None):
+            return _sum_steps(work, scratch, used + first, count, half, during, before)
 
         work.store(unit, work.total(unit, half, sum_steps), half)
         return used + work.span(unit)[1]
@@ -169,6 +173,7 @@ def _sum_steps(
     count: jax.Array | int,
     half: jax.Array,
     during: Callable[[], None] | None,
+    before: Callable[[jax.Array, jax.Array], None] | None,
 ) -> jax.Array:
     """Sums `count` steps from step `used` on; releases each slot once the next product is issued."""
 
@@ -176,6 +181,8 @@ def _sum_steps(
         def step(s, _):
             slot = lax.rem(used + s, work.stages)
             plgpu.barrier_wait(scratch.full.at[slot])
+            if before:
+                before(s, slot)
             work.multiply(sums, slot, half)
             plgpu.wgmma_wait(1)  # the previous step has finished
 
@@ -252,6 +259,38 @@ def store_tile(
         plgpu.copy_smem_to_gmem(buffers.at[slot], to.at[:, pl.ds(at, piece)], **options)
 
 
+def store_rows(
+    values: Callable[[int], jax.Array],
+    buffer: Ref,
+    to: Ref,
+    rows: tuple[jax.Array, jax.Array],
+) -> None:
+    """Copies some rows of one half of a tile to global memory, in parts whose lengths are powers of two.
+
+    Args:
+      values: function (first column of a piece) -> the piece.
+      buffer: [HALF, piece] in shared memory without swizzle.
+      to: [HALF, columns] in global memory.
+      rows: the first row, and the number of rows.
+    """
+    piece = buffer.shape[1]
+    for at in range(0, to.shape[1], piece):
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        buffer[...] = values(at).astype(buffer.dtype)
+        plgpu.commit_smem()
+        start, count = rows
+        length = buffer.shape[0]
+        while length:
+
+            @pl.when(count & length != 0)
+            def _(start=start, length=length, at=at):
+                part = to.at[pl.ds(start, length), pl.ds(at, piece)]
+                plgpu.copy_smem_to_gmem(buffer.at[pl.ds(start, length)], part)
+
+            start = start + (count & length)
+            length //= 2
+
+
 def buffer(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Any:
     """Swizzled shared memory whose rows have at most LINE bytes, or are cut into pieces of LINE bytes."""
     tiling: Callable = plgpu.TilingTransform  # jax 0.12 types these two as abstract
@@ -275,6 +314,7 @@ def launch(
     blocks: int,
     cluster: int,
     addend: bool = False,
+    edge: bool = False,
     piece: int | None = None,
     interpret: Any,
 ) -> Callable:
@@ -288,6 +328,7 @@ def launch(
       blocks: number of clusters of blocks.
       cluster: number of blocks of a cluster.
       addend: whether an array is added to the tiles.
+      edge: whether `store_rows` writes some of the tiles.
       piece: number of columns written at a time; None: they fill a line.
       interpret: parameters of Pallas's interpreter, or None.
     """
@@ -306,6 +347,8 @@ def launch(
     scratch: tuple = (a, b, out_buffers, plgpu.Barrier(**arrivals), empty)
     if addend:
         scratch += (plgpu.Barrier(num_arrivals=pieces, num_barriers=2),)
+    if edge:
+        scratch += (plgpu.SMEM((2, HALF, piece), dtype),)
     return kernel(body, out, scratch, blocks=blocks, interpret=interpret, **in_clusters)
 
 

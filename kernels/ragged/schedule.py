@@ -7,6 +7,10 @@ leads to a row outside of the arrays.
 import jax
 import jax.numpy as jnp
 
+# Copies of Mosaic kernels need rows that start at a multiple of this, because operands in shared memory are
+# cut into pieces of 8 rows.
+ALIGNMENT = 8
+
 
 def bounds(group_sizes: jax.Array, m: int) -> jax.Array:
     """The first row of each group, and the row after its last one, within m rows.
@@ -76,6 +80,41 @@ def row_tiles(group_sizes: jax.Array, m: int, rows: int) -> jax.Array:
     return jnp.stack([group, first, ends[group]])
 
 
+def aligned_tiles(
+    group_sizes: jax.Array, m: int, rows: int, alignment: int
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
+    """The tiles of rows, whose first rows are multiples of `alignment`: they may start in the group before.
+
+    Args:
+      group_sizes: [e] integers, see `bounds`.
+      m: number of rows.
+      rows: rows of a tile, a multiple of `alignment`.
+      alignment: see above.
+
+    Returns:
+      int32 arrays: the number of tiles [1]; for each tile, up to an upper bound of their number, its group,
+      which is e for rows beyond the groups, its first row, and the first row and the row after the last one
+      of its group.
+
+    >>> count, *tiles = aligned_tiles(jnp.array([3, 10]), 16, 8, 4)
+    >>> [each[:int(count[0])].tolist() for each in tiles]
+    [[0, 1, 1, 2], [0, 0, 8, 12], [0, 3, 3, 13], [3, 13, 13, 16]]
+    """
+    groups = len(group_sizes)
+    starts, ends = bounds(group_sizes, m)
+    last = ends[-1:]
+    starts, ends = jnp.append(starts, last), jnp.append(ends, jnp.full_like(last, m))
+    aligned = starts // alignment * alignment
+    counts = jnp.where(ends > starts, (ends - aligned + rows - 1) // rows, 0)
+    tile_ends = _running(jnp.sum, counts)
+    most = (m + (groups + 1) * (rows + alignment - 2)) // rows
+    tile = jnp.arange(most, dtype=jnp.int32)
+    group = jnp.sum((tile_ends[None, :] <= tile[:, None]).astype(jnp.int32), axis=1)
+    group = jnp.minimum(group, groups)
+    first = aligned[group] + (tile - (tile_ends - counts)[group]) * rows
+    return tile_ends[-1:], group, first, starts[group], ends[group]
+
+
 def group_of_rows(group_sizes: jax.Array, m: int) -> jax.Array:
     """The group of each row: int32 [m]; e for rows beyond the groups.
 
@@ -124,3 +163,19 @@ def blocks_of_groups(
     to = jnp.where(known, offsets[inside] + first - starts[inside], 0)
     counts = (ends - starts + block - 1) // block
     return jnp.stack([first, length, to]), jnp.stack([_running(jnp.sum, counts) - counts, counts])
+
+
+def largest_first(first: jax.Array, count: jax.Array) -> jax.Array:
+    """Puts the longest sums first, so that none of them starts when all others have ended.
+
+    Args:
+      first, count: int32 [e], where the sum of a group starts, and its length.
+
+    Returns:
+      int32 [3, e]: the groups in their new order, and their `first` and `count`.
+
+    >>> largest_first(jnp.array([0, 2, 2]), jnp.array([2, 0, 7])).tolist()
+    [[2, 0, 1], [2, 0, 2], [7, 2, 0]]
+    """
+    order = jnp.argsort(-count).astype(jnp.int32)
+    return jnp.stack([order, first[order], count[order]])

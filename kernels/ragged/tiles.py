@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from swjax.kernels import tiles
-from swjax.kernels.products.tiles import LARGE_MEMORY, TritonTile
+from swjax.kernels.products.tiles import LARGE_MEMORY, MosaicTile, TritonTile
 
 
 def product_tile(m: int, n: int, k: int, groups: int, itemsize: int) -> TritonTile:
@@ -34,3 +34,19 @@ def weight_gradient_rule() -> TritonTile:
     tile = TritonTile(128, 128, 64, warps=8, stages=3, group=8)
     large = tiles.compute_capability() in LARGE_MEMORY
     return tile if large else replace(tile, k=32)
+
+
+# Three stages of 48 KiB leave room for the buffers of the output and of edges in 227 KiB.
+MOSAIC_RULE = MosaicTile(stages=3, width=8)
+
+
+def mosaic_tile(n: int, k: int, itemsize: int) -> MosaicTile:
+    """The tile of Mosaic's product with matrices [n, k], of elements of `itemsize` bytes."""
+    entry = tiles.tuned("ragged_mosaic_gpu", f"{n}x{k}x{itemsize}")
+    return MosaicTile(**entry) if entry else MOSAIC_RULE
+
+
+def mosaic_cluster(m: int, groups: int) -> int:
+    """Two thread blocks share a tile of b and have 256 rows of one group. On average half of the last 256
+    rows of a group are not needed: with 2,048 rows a group 6% of the products."""
+    return 2 if m >= 2048 * groups else 1

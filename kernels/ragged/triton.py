@@ -18,6 +18,7 @@ from swjax.kernels.ragged import tiles
 from swjax.kernels.ragged.schedule import (
     blocks_of_groups,
     bounds,
+    largest_first,
     padded_length,
     row_tiles,
     tile_count,
@@ -154,7 +155,7 @@ def ragged_matmul(
 
 @triton.jit
 def _ragged_weight_gradient_kernel(
-    order_ptr,  # [3, GROUPS]: the groups, largest first; their first rows; the rows after their last ones
+    order_ptr,  # [3, GROUPS]: the groups, largest first; their first rows; their numbers of rows
     x_ptr,  # [M, K]
     g_ptr,  # [M, N]
     out_ptr,  # [GROUPS, K, N]
@@ -171,7 +172,7 @@ def _ragged_weight_gradient_kernel(
     place = tl.program_id(0) // blocks
     group = tl.load(order_ptr + place).to(tl.int64)
     start = tl.load(order_ptr + GROUPS + place)
-    end = tl.load(order_ptr + 2 * GROUPS + place)
+    end = start + tl.load(order_ptr + 2 * GROUPS + place)
     block_m, block_n = program_block(K, N, BLOCK_M, BLOCK_N, GROUP, tl.program_id(0) % blocks)
     feature = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
     column = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -207,8 +208,9 @@ def ragged_weight_gradient(
     (m, k), n, groups = x.shape, g.shape[1], len(group_sizes)
     tile = tile or tiles.weight_gradient_tile(k, n)
     blocks = triton.cdiv(k, tile.m) * triton.cdiv(n, tile.n)
+    starts, ends = bounds(group_sizes, m)
     return launcher.call(
-        _largest_first(bounds(group_sizes, m)),
+        largest_first(starts, ends - starts),
         x,
         g,
         kernel=_ragged_weight_gradient_kernel,
@@ -224,17 +226,6 @@ def ragged_weight_gradient(
         STEP=tile.k,
         GROUP=tile.group,
     )
-
-
-def _largest_first(starts_and_ends: jax.Array) -> jax.Array:
-    """Puts the longest sums first, so that none of them starts when all others have ended.
-
-    Returns:
-      int32 [3, e]: groups, first rows, and rows after the last ones.
-    """
-    starts, ends = starts_and_ends
-    order = jnp.argsort(starts - ends).astype(jnp.int32)
-    return jnp.stack([order, starts[order], ends[order]])
 
 
 # --- the weight gradient in rotated int8 --------------------------------------------------------------
@@ -268,7 +259,7 @@ def _ragged_rotation_kernel(
     known = column < N
     largest = tl.zeros((BLOCK_N, ROTATION), tl.float32)
     for start in range(0, length, ROTATION):
-        rotated = rotated_tokens(x_ptr, h, first + start + token, column, end, N)
+        rotated = rotated_tokens(x_ptr, x_ptr, h, first + start + token, column, end, N, True)
         largest = nan_maximum(largest, tl.abs(rotated))
     absmax = tl.reduce(largest, 1, nan_maximum)
     absmax = nan_maximum(absmax, tl.full(absmax.shape, SMALLEST, tl.float32))
@@ -276,7 +267,7 @@ def _ragged_rotation_kernel(
     factor = tl.div_rn(tl.full(absmax.shape, LARGEST, tl.float32), absmax)[:, None]
     at = values_ptr + column[:, None].to(tl.int64) * LENGTH + to + token[None, :]
     for start in range(0, length, ROTATION):
-        rotated = rotated_tokens(x_ptr, h, first + start + token, column, end, N)
+        rotated = rotated_tokens(x_ptr, x_ptr, h, first + start + token, column, end, N, True)
         values = to_quantized(rotated * factor, values_ptr.dtype.element_ty)
         tl.store(at, values, mask=known[:, None])
         at += ROTATION
@@ -353,15 +344,13 @@ def ragged_block_weight_gradient(
     groups = len(group_sizes)
     length = padded_length(m, groups, rotation)
     blocks, of_groups = blocks_of_groups(group_sizes, m, block, rotation)
-    first, counts = of_groups
-    order = jnp.argsort(-counts).astype(jnp.int32)
-    order = jnp.stack([order, first[order], counts[order]])
-    rotate = partial(_rotated_blocks, blocks=blocks, length=length)
-    a, a_scale = rotate(x, dtypes[0])
+    order = largest_first(*of_groups)
+    rotate = partial(rotate_blocks, blocks=blocks, length=length)
+    a, a_scale = rotate(x, dtype=dtypes[0])
 
     def product(g):
         n = g.shape[1]
-        b, b_scale = rotate(g, dtypes[1])
+        b, b_scale = rotate(g, dtype=dtypes[1])
         return launcher.call(
             order,
             blocks,
@@ -389,8 +378,8 @@ def ragged_block_weight_gradient(
     return tuple(map(product, gs))
 
 
-def _rotated_blocks(
-    x: jax.Array, dtype: str, *, blocks: jax.Array, length: int
+def rotate_blocks(
+    x: jax.Array, *, dtype: str, blocks: jax.Array, length: int
 ) -> tuple[jax.Array, jax.Array]:
     """Rotates and quantizes the blocks of x [m, n]: values [n, length], and scales [blocks, n]."""
     n, count = x.shape[1], blocks.shape[1]

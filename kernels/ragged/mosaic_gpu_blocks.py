@@ -1,0 +1,220 @@
+"""The int8 weight gradients of groups of rotated rows, on Hopper; Triton rotates the rows.
+
+The rotated rows of a group are a multiple of 128, so the pipeline's steps are steps of one group.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from swjax.kernels import tiles
+from swjax.kernels.availability import Unavailable
+from swjax.kernels.block_weight_gradients.mosaic_gpu import COLUMNS, STAGES
+from swjax.kernels.block_weight_gradients.mosaic_gpu import why_not as why_not_blocks
+from swjax.kernels.mosaic_gpu import pipeline
+from swjax.kernels.mosaic_gpu.pipeline import HALF, LINE, TILE_M, Ref, Scratch, SumSteps
+from swjax.kernels.ragged.mosaic_gpu_weight_gradients import GroupTiles
+from swjax.kernels.ragged.schedule import blocks_of_groups, largest_first, padded_length
+
+
+class BlockRefs(NamedTuple):
+    """Arrays of the product, or refs to them.
+
+    Attributes:
+      group, first_block, block_count: [e], the groups with the most blocks first.
+      first_step, step_count: [e], the steps of LINE rows of these groups.
+      a, b: [k, rows] and [n, rows] int8.
+      a_scale, b_scale: [blocks, k] and [blocks, n], padded to whole tiles.
+    """
+
+    group: Ref
+    first_block: Ref
+    block_count: Ref
+    first_step: Ref
+    step_count: Ref
+    a: Ref
+    b: Ref
+    a_scale: Ref
+    b_scale: Ref
+
+
+@dataclass(frozen=True)
+class BlockSpec:
+    """The sizes of a product.
+
+    Attributes:
+      tiles: of the groups.
+      block_steps: number of steps of a block of rows; the last block of a group may have fewer.
+    """
+
+    tiles: GroupTiles
+    block_steps: int
+
+
+@dataclass(frozen=True)
+class RaggedBlocksWork:
+    """The `pipeline.Work` of one block of threads. A unit is a tile of the gradient of one group."""
+
+    spec: BlockSpec
+    inputs: BlockRefs
+    out: Ref
+    scratch: Scratch
+    block: jax.Array
+
+    stages: ClassVar[int] = STAGES
+    columns: ClassVar[int] = COLUMNS
+    sum_dtype: ClassVar[jax.typing.DTypeLike] = jnp.int32
+
+    def units(self) -> jax.Array:
+        return self.spec.tiles.count(self.block)
+
+    def place(self, unit: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The place of a unit's group in the tables, and the first row and column of its tile."""
+        place, row, column = self.spec.tiles.place(self.block, unit)
+        return place, row * TILE_M, column * COLUMNS
+
+    def span(self, unit: jax.Array) -> tuple[jax.Array, jax.Array]:
+        number, _, _ = self.place(unit)
+        return self.inputs.first_step[number], self.inputs.step_count[number]
+
+    def load(self, unit: jax.Array) -> Callable:
+        _, row, column = self.place(unit)
+
+        def load_step(step, slot, full):
+            along = pl.ds(step * LINE, LINE)
+            a = self.inputs.a.at[pl.ds(row, TILE_M), along]
+            plgpu.copy_gmem_to_smem(a, self.scratch.a.at[slot], full)
+            b = self.inputs.b.at[pl.ds(column, COLUMNS), along]
+            plgpu.copy_gmem_to_smem(b, self.scratch.b.at[slot], full)
+
+        return load_step
+
+    def multiply(self, sums: Ref, slot: jax.Array, half: jax.Array) -> None:
+        a, b = self.scratch.a, self.scratch.b
+        plgpu.wgmma(sums, a.at[slot, pl.ds(half * HALF, HALF)], b.at[slot].T)
+
+    def total(self, unit: jax.Array, half: jax.Array, sum_steps: SumSteps) -> jax.Array:
+        number, row, column = self.place(unit)
+        first, steps = self.inputs.first_block[number], self.inputs.step_count[number]
+        block_steps = self.spec.block_steps
+
+        def add_block(i, total):
+            # Scales are read before the sum, which hides their latency.
+            a_scale, b_scale = (
+                pipeline.load_registers(scale.at[first + i], pl.ds(at, length))
+                for scale, at, length in (
+                    (self.inputs.a_scale, row + half * HALF, HALF),
+                    (self.inputs.b_scale, column, COLUMNS),
+                )
+            )
+            count = jnp.minimum(steps - i * block_steps, block_steps)
+            sums = sum_steps(i * block_steps, count).astype(jnp.float32)
+            scaled = sums * lax.broadcast_in_dim(b_scale, sums.shape, (1,))
+            return total + scaled * lax.broadcast_in_dim(a_scale, sums.shape, (0,))
+
+        nothing = plgpu.layout_cast(jnp.zeros((HALF, COLUMNS), jnp.float32), plgpu.Layout.WGMMA)
+        return lax.fori_loop(0, self.inputs.block_count[number], add_block, nothing)
+
+    def store(self, unit: jax.Array, sums: jax.Array, half: jax.Array) -> None:
+        number, row, column = self.place(unit)
+        piece = pipeline.piece_of(self.out.dtype)
+        area = pl.ds(row + half * HALF, HALF), pl.ds(column, COLUMNS)
+        pipeline.store_tile(
+            lambda at: sums[:, at : at + piece],
+            self.scratch.out.at[half],
+            self.out.at[self.inputs.group[number]].at[area],
+            piece,
+        )
+
+
+def ragged_block_weight_gradient(
+    x: jax.Array,
+    gs: tuple[jax.Array, ...],
+    group_sizes: jax.Array,
+    *,
+    dtypes: tuple[str, str],
+    block: int,
+    rotation: int,
+    out_dtype: str,
+    multiprocessors: int | None = None,
+    interpret: Any = None,
+) -> tuple[jax.Array, ...]:
+    """`reference.ragged_block_weight_gradient` for 16-bit operands in int8, with rotations of 128 tokens.
+
+    x is rotated once for all gs. The rotated arrays have at most 127 rows a group more than x and g.
+    """
+    m, groups = x.shape[0], len(group_sizes)
+    blocks, blocks_of = blocks_of_groups(group_sizes, m, block, rotation)
+    length = padded_length(m, groups, rotation)
+    rotate = partial(rotate_blocks, blocks=blocks, length=length)
+    (a, a_scale), *of_gs = (
+        rotate(operand, dtype=dtype)
+        for operand, dtype in zip((x, *gs), (dtypes[0], *dtypes[1:] * len(gs)))
+    )
+    a_scale /= rotation  # exact: both operands are sqrt(rotation) too large
+    tables = _tables(blocks, blocks_of, block)
+
+    def product(b, b_scale):
+        k, n = len(a), len(b)
+        grid = pl.cdiv(k, TILE_M), pl.cdiv(n, COLUMNS)
+        of_groups = GroupTiles(groups, grid, multiprocessors or tiles.multiprocessors())
+        spec = BlockSpec(of_groups, block // LINE)
+
+        def ragged_blocks_kernel(*refs):
+            inputs, out = BlockRefs(*refs[: len(BlockRefs._fields)]), refs[len(BlockRefs._fields)]
+            scratch = Scratch(*refs[len(BlockRefs._fields) + 1 :])
+            index = lax.axis_index("block")
+            pipeline.run(RaggedBlocksWork(spec, inputs, out, scratch, index), scratch)
+
+        padded = [
+            jnp.pad(scale, ((0, 0), (0, count * tile - scale.shape[1])))
+            for scale, count, tile in zip((a_scale, b_scale), grid, (TILE_M, COLUMNS))
+        ]
+        dw = pipeline.launch(
+            ragged_blocks_kernel,
+            jax.ShapeDtypeStruct((groups, k, n), jnp.float32),
+            rings=[((TILE_M, LINE), a.dtype), ((COLUMNS, LINE), b.dtype)],
+            stages=STAGES,
+            blocks=of_groups.blocks,
+            cluster=1,
+            interpret=interpret,
+        )(*tables, a, b, *padded)
+        return dw.astype(out_dtype)
+
+    return tuple(product(*of_g) for of_g in of_gs)
+
+
+def rotate_blocks(x: jax.Array, **options: Any) -> tuple[jax.Array, jax.Array]:
+    """`triton.rotate_blocks`; imported where it is called, because tests interpret it in another process."""
+    from swjax.kernels.ragged import triton
+
+    return triton.rotate_blocks(x, **options)
+
+
+def _tables(blocks: jax.Array, blocks_of: jax.Array, block: int) -> tuple[jax.Array, ...]:
+    """The tables of `BlockRefs`."""
+    order, first, count = largest_first(*blocks_of)
+    known, last = count > 0, jnp.maximum(first + count - 1, 0)
+    # All blocks but the last one have `block` rows.
+    last_steps = (blocks[1][last] + LINE - 1) // LINE
+    steps = jnp.where(known, (count - 1) * (block // LINE) + last_steps, 0)
+    return order, first, count, blocks[2][first] // LINE, steps
+
+
+def why_not_block_weight_gradient(
+    x: jax.Array, gs: tuple[jax.Array, ...], *_: Any, **options: Any
+) -> Unavailable | None:
+    """Why `ragged_block_weight_gradient` cannot multiply these; None: it can."""
+    from swjax.kernels import dispatch
+
+    for g in gs:
+        if reason := why_not_blocks(x, g, **options):
+            return reason
+    return dispatch.why_not("triton", "ragged_block_weight_gradient", x, gs, *_, **options)

@@ -1,0 +1,201 @@
+"""Weight gradients of groups of rows in 16 bits, on Hopper.
+
+A step of the pipeline has rows of other groups where a group starts and ends. They are set to zero in shared
+memory, in both operands, because they may be NaN.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from swjax.kernels import tiles
+from swjax.kernels.availability import Unavailable
+from swjax.kernels.mosaic_gpu import pipeline
+from swjax.kernels.mosaic_gpu.pipeline import HALF, LINE, TILE_M, TILE_N, Ref, Scratch, SumSteps
+from swjax.kernels.ragged.schedule import ALIGNMENT, bounds, largest_first
+from swjax.kernels.weight_gradients.mosaic_gpu import STAGES
+from swjax.kernels.weight_gradients.mosaic_gpu import why_not as why_not_16_bits
+
+
+@dataclass(frozen=True)
+class GroupTiles:
+    """The tiles of the weight gradients of all groups.
+
+    Attributes:
+      groups: number of groups.
+      grid: rows and columns of tiles of a group.
+      blocks: blocks of threads that share the tiles.
+    """
+
+    groups: int
+    grid: tuple[int, int]
+    blocks: int
+
+    def count(self, block: jax.Array) -> jax.Array:
+        """The number of tiles of a block of threads."""
+        rows, columns = self.grid
+        return pipeline.unit_count(self.groups * rows * columns, block, self.blocks)
+
+    def place(self, block: jax.Array, unit: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The place of a tile's group in the order of the groups, and the row and column of the tile."""
+        rows, columns = self.grid
+        index = block + unit * self.blocks
+        row, column = plgpu.planar_snake(lax.rem(index, rows * columns), self.grid, 1, 4)
+        return lax.div(index, rows * columns), row, column
+
+
+class GradientRefs(NamedTuple):
+    """Arrays of the product, or refs to them.
+
+    Attributes:
+      group, start, size: [e], the largest groups first: their numbers, first rows, and numbers of rows.
+      x, g: [m, k] and [m, n].
+    """
+
+    group: Ref
+    start: Ref
+    size: Ref
+    x: Ref
+    g: Ref
+
+
+@dataclass(frozen=True)
+class RaggedGradientWork:
+    """The `pipeline.Work` of one block of threads. A unit is a tile of the gradient of one group."""
+
+    tiles: GroupTiles
+    inputs: GradientRefs
+    out: Ref
+    scratch: Scratch
+    block: jax.Array
+
+    stages: ClassVar[int] = STAGES
+    columns: ClassVar[int] = TILE_N
+    sum_dtype: ClassVar[jax.typing.DTypeLike] = jnp.float32
+
+    @property
+    def step_rows(self) -> int:
+        """Number of rows of a step."""
+        return LINE // self.scratch.a.dtype.itemsize
+
+    def units(self) -> jax.Array:
+        return self.tiles.count(self.block)
+
+    def rows(self, unit: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The first row that a unit reads, the first row of its group, and the row after its last one."""
+        place, _, _ = self.tiles.place(self.block, unit)
+        start = self.inputs.start[place]
+        aligned = lax.div(start, ALIGNMENT) * ALIGNMENT
+        return aligned, start, start + self.inputs.size[place]
+
+    def span(self, unit: jax.Array) -> tuple[int, jax.Array]:
+        aligned, _, end = self.rows(unit)
+        steps = lax.div(end - aligned + self.step_rows - 1, self.step_rows)
+        return 0, jnp.maximum(steps, 1)  # an empty group has a step without rows of its own
+
+    def load(self, unit: jax.Array) -> Callable:
+        _, row, column = self.tiles.place(self.block, unit)
+        aligned, _, _ = self.rows(unit)
+
+        def load_step(step, slot, full):
+            along = pl.ds(
+                pl.multiple_of(aligned + step * self.step_rows, ALIGNMENT), self.step_rows
+            )
+            x = self.inputs.x.at[along, pl.ds(row * TILE_M, TILE_M)]
+            plgpu.copy_gmem_to_smem(x, self.scratch.a.at[slot], full)
+            g = self.inputs.g.at[along, pl.ds(column * TILE_N, TILE_N)]
+            plgpu.copy_gmem_to_smem(g, self.scratch.b.at[slot], full)
+
+        return load_step
+
+    def multiply(self, sums: Ref, slot: jax.Array, half: jax.Array) -> None:
+        x, g = self.scratch.a, self.scratch.b
+        plgpu.wgmma(sums, x.at[slot, :, pl.ds(half * HALF, HALF)].T, g.at[slot])
+
+    def total(self, unit: jax.Array, half: jax.Array, sum_steps: SumSteps) -> jax.Array:
+        aligned, start, end = self.rows(unit)
+
+        def remove_other_groups(step, slot):
+            first = aligned + step * self.step_rows
+            low, high = start - first, end - first
+
+            @pl.when((low > 0) | (high < self.step_rows))
+            def _():
+                x = self.scratch.a.at[slot, :, pl.ds(half * HALF, HALF)]
+                pieces = [x]
+                # Both warpgroups write the same values to the operand that they share.
+                pieces += [
+                    self.scratch.b.at[slot, :, pl.ds(at, HALF)] for at in range(0, TILE_N, HALF)
+                ]
+                for piece in pieces:
+                    row = pipeline.iota((self.step_rows, HALF), 0)
+                    values = piece[...]
+                    known = (row >= low) & (row < high)
+                    piece[...] = jnp.where(known, values, jnp.zeros_like(values))
+                plgpu.commit_smem()
+
+        return sum_steps(0, self.span(unit)[1], before=remove_other_groups)
+
+    def store(self, unit: jax.Array, sums: jax.Array, half: jax.Array) -> None:
+        place, row, column = self.tiles.place(self.block, unit)
+        piece = pipeline.piece_of(self.out.dtype)
+        area = pl.ds(row * TILE_M + half * HALF, HALF), pl.ds(column * TILE_N, TILE_N)
+        pipeline.store_tile(
+            lambda at: sums[:, at : at + piece],
+            self.scratch.out.at[half],
+            self.out.at[self.inputs.group[place]].at[area],
+            piece,
+        )
+
+
+def ragged_weight_gradient(
+    x: jax.Array,
+    g: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    out_dtype: str,
+    precision: lax.PrecisionLike = None,
+    multiprocessors: int | None = None,
+    interpret: Any = None,
+) -> jax.Array:
+    """`reference.ragged_weight_gradient` of 16-bit operands, for rows a multiple of 8, k and n of 64."""
+    del precision  # the products of 16-bit numbers are exact
+    (m, k), n, groups = x.shape, g.shape[1], len(group_sizes)
+    of_groups = GroupTiles(
+        groups,
+        (pl.cdiv(k, TILE_M), pl.cdiv(n, TILE_N)),
+        multiprocessors or tiles.multiprocessors(),
+    )
+    starts, ends = bounds(group_sizes, m)
+
+    def ragged_weight_gradient_kernel(*refs):
+        inputs, out = (
+            GradientRefs(*refs[: len(GradientRefs._fields)]),
+            refs[len(GradientRefs._fields)],
+        )
+        scratch = Scratch(*refs[len(GradientRefs._fields) + 1 :])
+        block = lax.axis_index("block")
+        pipeline.run(RaggedGradientWork(of_groups, inputs, out, scratch, block), scratch)
+
+    step = LINE // x.dtype.itemsize
+    dw = pipeline.launch(
+        ragged_weight_gradient_kernel,
+        jax.ShapeDtypeStruct((groups, k, n), jnp.float32),
+        rings=[((step, TILE_M), x.dtype), ((step, TILE_N), g.dtype)],
+        stages=STAGES,
+        blocks=of_groups.blocks,
+        cluster=1,
+        interpret=interpret,
+    )(*largest_first(starts, ends - starts), x, g)
+    return dw.astype(out_dtype)
+
+
+def why_not_weight_gradient(x: jax.Array, g: jax.Array, *_: Any, **__: Any) -> Unavailable | None:
+    """Why `ragged_weight_gradient` cannot multiply these; None: it can."""
+    return why_not_16_bits(x, g)
