@@ -83,19 +83,23 @@ class FusedBlock(Block):
 
 
 class Blocks(nnx.Module):
-    """A stack of blocks: [b, t, width] -> the same. `remat` recomputes each block in the backward pass."""
+    """A stack of blocks: [b, t, width] -> the same.
+
+    `remat` recomputes each block in the backward pass; `in_8_bits` stores in int8 what a block saves.
+    """
 
     def __init__(self, make: Callable[[nnx.Rngs], Block], shape: Shape, remat: bool):
         self.layers = nnx.List([make(nnx.Rngs(i)) for i in range(shape.layers)])
-        self.remat = remat
+        self.remat, self.in_8_bits = remat, False
 
     def __call__(self, x: jax.Array, rotation: Rotation | None) -> jax.Array:
-        def call(layer, x, rotation):
-            return layer(x, rotation)
-
-        call = nnx.remat(call) if self.remat else call
         for layer in self.layers:
-            x = call(layer, x, rotation)
+            graph, params = nnx.split(layer)
+            call = lambda params, x, rotation: nnx.merge(graph, params)(x, rotation)
+            call = jax.checkpoint(call) if self.remat else call
+            if self.in_8_bits:
+                call = swjax.checkpoint_policies.store_in_8_bits(call)
+            x = call(params, x, rotation)
         return x
 
 
@@ -148,6 +152,12 @@ def fused(recipe: str, shape: Shape, remat: bool) -> nnx.Module:
     return Blocks(lambda rngs: FusedBlock(shape, rngs, recipe), shape, remat)
 
 
+def in_8_bits(arm: Callable[[Shape, bool], nnx.Module], shape: Shape, remat: bool) -> nnx.Module:
+    blocks = arm(shape, remat)
+    blocks.in_8_bits = True
+    return blocks
+
+
 def qwix(dtype: str, shape: Shape, remat: bool) -> nnx.Module:
     """Qwix with all three products quantized, as in its documentation of training."""
     import qwix
@@ -190,6 +200,9 @@ class Fp8Product(nnx.Module):
 ARMS: dict[str, Callable[[Shape, bool], nnx.Module]] = {
     "flax": plain,
     "switchback_hadamard+fused": partial(fused, "switchback_hadamard"),
+    "switchback_hadamard+fused+8_bits": partial(in_8_bits, partial(fused, "switchback_hadamard")),
+    "int8_hadamard+fused+8_bits": partial(in_8_bits, partial(fused, "int8_hadamard")),
+    "flax+8_bits": partial(in_8_bits, plain),
     "switchback_hadamard": partial(converted, "switchback_hadamard"),
     "int8_hadamard": partial(converted, "int8_hadamard"),
     "int8_hadamard+fused": partial(fused, "int8_hadamard"),
