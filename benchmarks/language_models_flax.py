@@ -95,7 +95,7 @@ class Blocks(nnx.Module):
     def __call__(self, x: jax.Array, rotation: Rotation | None) -> jax.Array:
         for layer in self.layers:
             graph, params = nnx.split(layer)
-            call = lambda params, x, rotation: nnx.merge(graph, params)(x, rotation)
+            call = lambda params, x, rotation, graph=graph: nnx.merge(graph, params)(x, rotation)
             call = jax.checkpoint(call) if self.remat else call
             if self.in_8_bits:
                 call = swjax.checkpoint_policies.store_in_8_bits(call)

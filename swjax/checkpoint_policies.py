@@ -4,8 +4,8 @@
 of them; these policies select by name. Each policy saves the quantized weights, so that recomputing a layer
 does not quantize its weight again. They take one byte per parameter, and two on GPUs.
 
-JAX's own policies work as well; docs/transformations.md lists them. `store_in_8_bits` stores in 8 bits whatever
-a policy saves.
+JAX's own policies work as well; docs/transformations.md lists them. `store_in_8_bits` stores in 8 bits what a
+policy saves.
 """
 
 import math

@@ -72,14 +72,13 @@ def test_scan_remat_vmap_and_layers_of_swjax():
         step = lambda x, w: (wrap(layer)({"w": w}, x, OFFSET)[0], None)
         return jnp.sum(lax.scan(step, x, ws["w"])[0])
 
+    def gradients(wrap, layer):
+        gradient = jax.grad(lambda ws, x: run(wrap, layer, ws, x), (0, 1))
+        return jax.jit(jax.vmap(gradient, (None, 0)))(ws, xs)
+
     dots = jax.checkpoint_policies.dots_saveable
     for each in (layer, jax.checkpoint(layer, policy=dots), quantized):
-        want, got = (
-            jax.jit(jax.vmap(jax.grad(lambda *a, w=wrap: run(w, each, *a), (0, 1)), (None, 0)))(
-                ws, xs
-            )
-            for wrap in (lambda f: f, store_in_8_bits)
-        )
+        want, got = (gradients(wrap, each) for wrap in (lambda f: f, store_in_8_bits))
         assert relative(got, want) < 0.02
 
 
