@@ -94,13 +94,18 @@ class Blocks(nnx.Module):
 
     def __call__(self, x: jax.Array, rotation: Rotation | None) -> jax.Array:
         for layer in self.layers:
-            graph, params = nnx.split(layer)
-            call = lambda params, x, rotation, graph=graph: nnx.merge(graph, params)(x, rotation)
-            call = jax.checkpoint(call) if self.remat else call
-            if self.in_8_bits:
-                call = swjax.checkpoint_policies.store_in_8_bits(call)
-            x = call(params, x, rotation)
+            x = self.call(layer, x, rotation)
         return x
+
+    def call(self, layer: Block, x: jax.Array, rotation: Rotation | None) -> jax.Array:
+        if not (self.remat or self.in_8_bits):
+            return layer(x, rotation)
+        graph, params = nnx.split(layer)
+        call = lambda params, x, rotation: nnx.merge(graph, params)(x, rotation)
+        call = jax.checkpoint(call) if self.remat else call
+        if self.in_8_bits:
+            call = swjax.checkpoint_policies.store_in_8_bits(call)
+        return call(params, x, rotation)
 
 
 class LanguageModel(nnx.Module):
