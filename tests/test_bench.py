@@ -136,7 +136,7 @@ def test_every_kernel_that_is_tuned_takes_its_tiles(monkeypatch):
     for path, work in tune.works().items():
         kinds.setdefault(path if path[0] == "ragged" else path[:-1], work)
     assert {path[0] for path in kinds} == {
-        "rows", "triton", "mosaic_gpu", "implementation", "ragged"
+        "rows", "triton", "mosaic_gpu", "implementation", "ragged", "ragged_mosaic_gpu"
     }  # fmt: skip
     for path, work in kinds.items():
         if path[0] != "implementation":

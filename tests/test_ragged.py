@@ -164,7 +164,7 @@ def test_kernels_give_the_values_of_xla(recipe, monkeypatch):
         ((X, W, W[:, :, :4], DOWN, SIZES), {}, r"one shape, got \(3, 16, 8\) and \(3, 16, 4\)"),
         ((X, W, W, W, SIZES), {}, r"gated_ragged_mlp needs .* got x \(12, 8\), w \(3, 16, 8\)"),
         ((X, W, W, DOWN, SIZES), {"activation": "relu"}, "activation must be one of silu"),
-        ((X, W, W, DOWN, SIZES), {"implementation": "mosaic_gpu"}, "has none of the products"),
+        ((X, W, W, DOWN, SIZES), {"implementation": "cuda"}, "implementation must be one of xla"),
     ],
 )
 def test_errors_of_the_mlp_are_one_line(arguments, options, message):
@@ -284,5 +284,5 @@ def test_experts_of_any_program():
 def test_experts_without_a_recipe_are_named_in_the_error():
     with pytest.raises(ValueError, match="ragged .* parameter 'wi': .*weight gradient.*'standard'"):
         swjax.quantized(experts, {"w.": "llm_int8"})(PARAMS, X)
-    with pytest.raises(ValueError, match="parameter 'wi': .*'mosaic_gpu' has none of the products"):
-        swjax.quantized(experts, {"w.": "switchback"}, implementation="mosaic_gpu")(PARAMS, X)
+    with pytest.raises(ValueError, match="parameter 'wi': .*'triton' .* needs an NVIDIA GPU"):
+        swjax.quantized(experts, {"w.": "switchback"}, implementation="triton")(PARAMS, X)

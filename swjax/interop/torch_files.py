@@ -17,13 +17,13 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import ml_dtypes
+import jax.numpy as jnp
 import numpy as np
 
 _DTYPES = {
     "FloatStorage": ("F32", np.float32),
     "HalfStorage": ("F16", np.float16),
-    "BFloat16Storage": ("BF16", ml_dtypes.bfloat16),
+    "BFloat16Storage": ("BF16", jnp.bfloat16),
     "DoubleStorage": ("F64", np.float64),
     "LongStorage": ("I64", np.int64),
     "IntStorage": ("I32", np.int32),
@@ -33,7 +33,14 @@ _DTYPES = {
     "BoolStorage": ("BOOL", np.bool_),
 }
 # What `zipfile` raises for a damaged archive, or one that needs more than it reads.
-_DAMAGE = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, NotImplementedError, RuntimeError)
+_DAMAGE = (
+    zipfile.BadZipFile,
+    zlib.error,
+    struct.error,
+    EOFError,
+    NotImplementedError,
+    RuntimeError,
+)
 _LARGEST_PICKLE = 2**26  # bytes: a state dict has some hundred bytes a tensor
 _MOST_OBJECTS = 2**20
 _PREFIX = "module."  # of models in DistributedDataParallel
@@ -133,7 +140,9 @@ class TorchFile(AbstractContextManager):
         dtype = np.dtype(_DTYPES[storage.kind][1])
         sizes = (storage.length, tensor.offset, *shape, *tensor.strides)
         last = tensor.offset + sum((n - 1) * s for n, s in zip(shape, tensor.strides, strict=True))
-        outside = math.prod(shape) > storage.length or (math.prod(shape) > 0 and last >= storage.length)
+        outside = math.prod(shape) > storage.length or (
+            math.prod(shape) > 0 and last >= storage.length
+        )
         if min(sizes) < 0 or outside:
             raise ValueError(
                 f"the tensor {name!r} of {self._path} lies outside of its storage: download it again"
