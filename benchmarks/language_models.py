@@ -15,10 +15,10 @@ language_models_torch.py, with the same shapes. With --mesh, devices share a who
 language_models_fsdp.py; the batch is that of each device, and `efficiency` is the time of one device in the
 same run over the time of several.
 
-Data are random and on the device. Times are wall-clock times over consecutive calls, the median of REPEATS;
-kernel times come from CUPTI, those of several devices from the profiler, a step; memory is XLA's plan for a
-device, and "saved_gib" that of the arrays that blocks save for the backward pass. Each row is written as soon as it is measured, and none starts after --seconds. `ratio` is
-the speed-up over "flax" in the same run.
+Data are random and on the device. Times are wall-clock times over consecutive calls, the median of REPEATS.
+Kernel times come from CUPTI, those of several devices from the profiler, a step. Memory is XLA's plan for a
+device, and "saved_gib" that of the arrays that blocks save for the backward pass. Each row is written as soon
+as it is measured, and none starts after --seconds. `ratio` is the speed-up over "flax" in the same run.
 """
 
 import contextlib
@@ -26,6 +26,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from typing import NamedTuple
 
@@ -61,9 +62,9 @@ from swjax.training.log.timing import peak_flops
 
 REPEATS = 3
 PROFILED = 3  # steps
-COLUMNS = {"kind": -6, "model": -12, "arm": -25, "devices": 7, "batch": 5, "ms": 8, "ms_of_kernels": 13}
-COLUMNS |= {"tokens_per_second": 17, "tflops": 7, "temporaries_gib": 15, "ratio": 6, "efficiency": 10}
-COLUMNS |= {"error": -1}
+COLUMNS = {"kind": -6, "model": -12, "arm": -25, "devices": 7, "batch": 5, "ms": 8}
+COLUMNS |= {"ms_of_kernels": 13, "tokens_per_second": 17, "tflops": 7, "temporaries_gib": 15}
+COLUMNS |= {"ratio": 6, "efficiency": 10, "error": -1}
 
 
 class Case(NamedTuple):
@@ -94,28 +95,45 @@ class Case(NamedTuple):
         return row | ({"reduce_dtype": self.reduce_dtype} if self.devices > 1 else {})
 
 
+class Program(NamedTuple):
+    """A compiled program; `start` makes its arrays and returns a function that runs it once."""
+
+    compiled: jax.stages.Compiled
+    start: Callable[[], Callable]
+    seconds: float
+
+
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv, ARMS)
     records = timing.Records(args.out, args.seconds)
-    for chosen in selected(args):
-        case = Case(*chosen, args.remat, args.reduce_dtype)
-        if records.seconds_left < 0:
-            break
-        try:
-            records.add(**measure(records.rows, case))
-        except Exception as error:  # a case that fails must not end the run
-            records.add(**case.row, error=f"{type(error).__name__}: {str(error)[:300]}")
+    cases = [Case(*chosen, args.remat, args.reduce_dtype) for chosen in selected(args)]
+    with ThreadPoolExecutor(args.at_once) as pool:
+        programs = [pool.submit(prepare, case) for case in cases] if args.at_once > 1 else []
+        wait(programs)
+        for number, case in enumerate(cases):
+            if records.seconds_left < 0:
+                break
+            try:
+                program = programs[number].result() if programs else prepare(case)
+                records.add(**measure(records.rows, case, program))
+            except Exception as error:  # a case that fails must not end the run
+                records.add(**case.row, error=f"{type(error).__name__}: {str(error)[:300]}")
     print("\n" + timing.table(records.rows, COLUMNS))
     return 0
 
 
-def measure(rows: list[dict], case: Case) -> dict:
-    """Returns a row: speed, memory, and the time of each kind of kernel."""
+def prepare(case: Case) -> Program:
+    """Compiles the program of a case."""
     if available := (jax.devices()[0].memory_stats() or {}).get("bytes_limit"):
         check_memory(case.shape, case.devices, available)
     began = time.perf_counter()
-    compiled, run = {"blocks": blocks, "step": step}[case.kind](case)
-    compile_seconds = time.perf_counter() - began
+    compiled, start = {"blocks": blocks, "step": step}[case.kind](case)
+    return Program(compiled, start, time.perf_counter() - began)
+
+
+def measure(rows: list[dict], case: Case, program: Program) -> dict:
+    """Returns a row: speed, memory, and the time of each kind of kernel."""
+    compiled, run = program.compiled, program.start()
     at_least = 0.8 if case.model in MEASURED else 0
     repeats = [timing.seconds_per_call(run, at_least) for _ in range(REPEATS)]
     seconds, shape = statistics.median(repeats), case.shape
@@ -127,7 +145,7 @@ def measure(rows: list[dict], case: Case) -> dict:
         "tflops": shape.flops / case.devices / seconds / 1e12,
         "memory_gib": (memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 2**30,
         "temporaries_gib": memory.temp_size_in_bytes / 2**30,
-        "compile_seconds": round(compile_seconds),
+        "compile_seconds": round(program.seconds),
     }
     if peak := peak_flops(jax.devices()[0]):
         row["mfu"] = shape.flops / case.devices / seconds / peak
@@ -137,7 +155,8 @@ def measure(rows: list[dict], case: Case) -> dict:
     for base in rows:
         if not base.get("ms") or any(base[k] != row[k] for k in same):
             continue
-        if base["arm"] == "flax" and (base["devices"], base["batch"]) == (case.devices, shape.batch):
+        alike = (base["devices"], base["batch"]) == (case.devices, shape.batch)
+        if base["arm"] == "flax" and alike:
             row["ratio"] = base["ms"] / row["ms"]
             memory = [name for name in ("temporaries_gib", "saved_gib") if name in row]
             row |= {f"ratio_of_{name}": row[name] / base[name] for name in memory}
@@ -177,10 +196,10 @@ def kernel_times(run: Callable) -> dict:
     }
 
 
-# --- the programs: each returns the compiled program and a function that runs it once -----------------
+# --- the programs: each is compiled, with the function `start` of a `Program` ----------------------------
 
 
-def blocks(case: Case) -> tuple[jax.stages.Compiled, Callable]:
+def blocks(case: Case) -> tuple[jax.stages.Compiled, Callable[[], Callable]]:
     """Computes the gradients of all parameters of a stack of blocks, and of its input."""
     shape = case.shape
     graph, like = split(lambda: ARMS[case.arm](shape, case.remat))
@@ -189,12 +208,19 @@ def blocks(case: Case) -> tuple[jax.stages.Compiled, Callable]:
         y = nnx.merge(graph, params)(x, None)
         return jnp.sum((y * g).astype(jnp.float32))
 
-    arrays = [timing.random(shape.batch, shape.length, shape.width, dtype=DTYPE) for _ in range(2)]
-    compiled = compile_(jax.grad(loss, argnums=(0, 1)), like, *arrays)
-    return compiled, partial(compiled, filled(like), *arrays)
+    size = (shape.batch, shape.length, shape.width)
+    compiled = compile_(
+        jax.grad(loss, argnums=(0, 1)), like, *(jax.ShapeDtypeStruct(size, DTYPE),) * 2
+    )
+
+    def start():
+        arrays = (timing.random(*size, dtype=DTYPE) for _ in range(2))
+        return partial(compiled, filled(like), *arrays)
+
+    return compiled, start
 
 
-def step(case: Case) -> tuple[jax.stages.Compiled, Callable]:
+def step(case: Case) -> tuple[jax.stages.Compiled, Callable[[], Callable]]:
     """Runs a whole training step; each call continues from the state of the one before."""
     shape, mesh = case.shape, fsdp.make_mesh(case.devices) if case.devices > 1 else None
     optimizer = optax.adamw(LEARNING_RATE, b2=B2, weight_decay=WEIGHT_DECAY)
@@ -216,17 +242,21 @@ def step(case: Case) -> tuple[jax.stages.Compiled, Callable]:
     with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
         like = fsdp.placed(like, mesh) if mesh else like
         compiled = compile_(train, *like, mesh=mesh, donate_argnums=(0, 1))
-    tokens = jax.random.randint(jax.random.key(0), size, 0, shape.vocabulary)
-    tokens = jax.device_put(tokens, like[2].sharding)
-    zeros = lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
-    queue = [(filled(like[0]), jax.tree.map(zeros, like[1]))]
 
-    def run():
-        *state, loss = compiled(*queue.pop(), tokens)
-        queue.append(state)
-        return loss
+    def start():
+        tokens = jax.random.randint(jax.random.key(0), size, 0, shape.vocabulary)
+        tokens = jax.device_put(tokens, like[2].sharding)
+        zeros = lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
+        queue = [(filled(like[0]), jax.tree.map(zeros, like[1]))]
 
-    return compiled, run
+        def run():
+            *state, loss = compiled(*queue.pop(), tokens)
+            queue.append(state)
+            return loss
+
+        return run
+
+    return compiled, start
 
 
 def split(make: Callable[[], nnx.Module]) -> tuple[nnx.GraphDef, nnx.State]:

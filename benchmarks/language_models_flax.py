@@ -56,9 +56,7 @@ class Block(nnx.Module):
         )
         if not (mesh := jax.typeof(q).sharding.mesh).empty:  # each device has whole sequences
             shards = P(mesh.axis_names)
-            attention = jax.shard_map(
-                attention, in_specs=shards, out_specs=shards, check_vma=False
-            )
+            attention = jax.shard_map(attention, in_specs=shards, out_specs=shards, check_vma=False)
         y = attention(q, k, v)
         return y.reshape(*y.shape[:2], -1)
 
@@ -69,7 +67,7 @@ class FusedBlock(Block):
     def __init__(self, shape: Shape, rngs: nnx.Rngs, recipe: str):
         super().__init__(shape, rngs)
         self.recipe = recipe
-        self.layout = None  # on several devices, how they sum gradients
+        self.layout: swjax.Layout | None = None  # on several devices: how they sum gradients
 
     def __call__(self, x: jax.Array, rotation: Rotation | None) -> jax.Array:
         options = {"recipe": self.recipe, "layout": self.layout}

@@ -97,7 +97,9 @@ def parse(argv: list[str] | None, arms: Iterable[str]) -> argparse.Namespace:
     parser.add_argument("--arms", nargs="+", choices=arms, default=list(arms))
     parser.add_argument("--batch", type=int, help="sequences, in place of each shape's")
     parser.add_argument("--layers", type=int, help="blocks, in place of each shape's")
-    parser.add_argument("--mesh", nargs="+", type=mesh_size, default=[1], metavar="fsdp=N", help=MESH)
+    parser.add_argument(
+        "--mesh", nargs="+", type=mesh_size, default=[1], metavar="fsdp=N", help=MESH
+    )
     parser.add_argument(
         "--reduce_dtype",
         choices=["float32", "bfloat16"],
@@ -105,6 +107,12 @@ def parse(argv: list[str] | None, arms: Iterable[str]) -> argparse.Namespace:
         help="dtype in which devices sum the gradients of matrices",
     )
     parser.add_argument("--remat", action="store_true", help="recompute each block's forward pass")
+    parser.add_argument(
+        "--at_once",
+        type=int,
+        default=1,
+        help="programs that compile together, before the first is timed",
+    )
     parser.add_argument("--seconds", type=float, default=540, help="no case starts after this")
     parser.add_argument("--out", type=Path, help="JSON file, rewritten after every row")
     args = parser.parse_args(argv)
@@ -128,8 +136,12 @@ def selected(args: argparse.Namespace) -> Iterable[tuple[str, str, str, int, Sha
     ):
         if shape := SHAPES[kind].get(model):
             batch = devices * (args.batch or shape.batch)
-            yield kind, model, arm, devices, shape._replace(
-                batch=batch, layers=args.layers or shape.layers
+            yield (
+                kind,
+                model,
+                arm,
+                devices,
+                shape._replace(batch=batch, layers=args.layers or shape.layers),
             )
 
 

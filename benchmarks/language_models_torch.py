@@ -2,30 +2,36 @@
 
     python benchmarks/language_models_torch.py --out=benchmarks/results/language_models_torch.json
     python benchmarks/language_models_torch.py --kinds blocks --arms bf16 float8_tensorwise
+    python benchmarks/language_models_torch.py --kinds step --mesh fsdp=1 fsdp=2     # two GPUs
     python benchmarks/language_models_torch.py --models tiny --arms bf16      # on any machine
 
 It has a process and an environment of its own, because PyTorch needs another Triton than swjax's kernels.
 Blocks have bf16 parameters. Whole steps have fp32 parameters under autocast and the fused AdamW, as swjax's
 have fp32 parameters; the head and its loss run in chunks with bf16 logits. "int8" is torchao's int8
-mixed-precision training with all three products in int8; "int8_wgrad16" has 16-bit weight gradients. Times
-are wall-clock times over consecutive calls, the median of REPEATS; memory is PyTorch's peak.
+mixed-precision training with all three products in int8; "int8_wgrad16" has 16-bit weight gradients. With
+--mesh, devices share a whole step by FSDP2, a process each: blocks are compiled and sharded one by one, as in
+torchtitan, parameters are gathered in bfloat16, and those of "float8_tensorwise" in float8. Times are
+wall-clock times over consecutive calls, the median of REPEATS; memory is PyTorch's peak on a device.
 """
 
 import contextlib
+import dataclasses
 import datetime
 import importlib.metadata
-import itertools
 import json
+import os
 import shlex
+import socket
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import distributed, multiprocessing, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -38,10 +44,11 @@ from benchmarks.language_models_shapes import (  # noqa: E402
     EPSILON,
     LEARNING_RATE,
     ROPE_BASE,
-    SHAPES,
     WEIGHT_DECAY,
     Shape,
+    check_memory,
     parse,
+    selected,
 )
 
 REPEATS, CALLS = 3, 10
@@ -119,6 +126,18 @@ class LanguageModel(nn.Module):
         return self.norm(self.blocks(x, (self.cosines, self.sines))).bfloat16()
 
 
+class Loss(nn.Module):
+    """A language model with its loss: tokens [b, t + 1] -> the mean loss of the next tokens."""
+
+    def __init__(self, model: LanguageModel):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens):
+        x = self.model(tokens[:, :-1])
+        return LinearCrossEntropy.apply(x, self.model.head, tokens[:, 1:])
+
+
 def rotate(x, cosines, sines):
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat((a * cosines - b * sines, b * cosines + a * sines), -1).to(x.dtype)
@@ -129,9 +148,10 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, labels):
-        """x [b, t, d] in bfloat16, weight [v, d] in float32, labels [b, t]. Products are in bfloat16."""
+        """x [b, t, d] in bfloat16, weight [v, d], labels [b, t]. Products are in bfloat16."""
         total, dx = torch.zeros((), device=x.device), torch.empty_like(x)
-        dw, weight = torch.zeros_like(weight), weight.to(x.dtype)
+        dw = torch.zeros_like(weight, dtype=torch.float32)
+        ctx.dtype, weight = weight.dtype, weight.to(x.dtype)
         for start in range(0, x.shape[1], CHUNK):
             part = slice(start, start + CHUNK)
             rows = x[:, part].flatten(0, 1)
@@ -145,7 +165,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         dx, dw = ctx.saved_tensors
-        return g.to(dx.dtype) * dx, g * dw, None
+        return g.to(dx.dtype) * dx, (g * dw).to(ctx.dtype), None
 
 
 @torch.compile(dynamic=False)
@@ -164,7 +184,10 @@ def chunk_loss(logits, labels, count: int):
 def float8(recipe: str, blocks: nn.Module) -> nn.Module:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    return convert_to_float8_training(blocks, config=Float8LinearConfig.from_recipe_name(recipe))
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    if recipe == "tensorwise" and distributed.is_initialized():  # other recipes gather bfloat16
+        config = dataclasses.replace(config, enable_fsdp_float8_all_gather=True)
+    return convert_to_float8_training(blocks, config=config)
 
 
 def int8(grad_weight: bool, blocks: nn.Module) -> nn.Module:
@@ -209,11 +232,9 @@ def run_blocks(arm: str, shape: Shape, remat: bool) -> Callable[[], None]:
 def run_step(arm: str, shape: Shape, remat: bool) -> Callable[[], None]:
     with torch.device(DEVICE):
         model = LanguageModel(ARMS[arm](Blocks(shape, remat)), shape)
-    options = {"lr": LEARNING_RATE, "betas": (0.9, B2), "weight_decay": WEIGHT_DECAY}
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **options)
+    optimizer = adamw(model)
     compiled = torch.compile(model)
-    size = (shape.batch, shape.length + 1)
-    tokens = torch.randint(0, shape.vocabulary, size, device=DEVICE)
+    tokens = random_tokens(shape)
 
     def run():
         with torch.autocast(DEVICE, torch.bfloat16):
@@ -226,38 +247,138 @@ def run_step(arm: str, shape: Shape, remat: bool) -> Callable[[], None]:
     return run
 
 
+def run_sharded_step(arm: str, shape: Shape, remat: bool, reduce_dtype: str) -> Callable[[], None]:
+    """`run_step` in one of the processes that share the step; the batch of `shape` is that of a process."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    with torch.device(DEVICE):
+        model = Loss(LanguageModel(ARMS[arm](Blocks(shape, remat)), shape))
+    # Rotary positions stay in float32; activations are in bfloat16 already.
+    policy = MixedPrecisionPolicy(
+        torch.bfloat16, getattr(torch, reduce_dtype), cast_forward_inputs=False
+    )
+    layers = model.model.blocks.layers
+    for i, layer in enumerate(layers):
+        layers[i] = fully_shard(torch.compile(layer), mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    optimizer, tokens = adamw(model), random_tokens(shape)
+
+    def run():
+        model(tokens).backward()
+        optimizer.step()
+        if arm == "float8_tensorwise":  # one all-reduce for the scales of all weights
+            from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+            precompute_float8_dynamic_scale_for_fsdp(model)
+        optimizer.zero_grad(set_to_none=True)
+
+    return run
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    options = {"lr": LEARNING_RATE, "betas": (0.9, B2), "weight_decay": WEIGHT_DECAY}
+    return torch.optim.AdamW(model.parameters(), fused=True, **options)
+
+
+def random_tokens(shape: Shape) -> torch.Tensor:
+    size = (shape.batch, shape.length + 1)
+    return torch.randint(0, shape.vocabulary, size, device=DEVICE)
+
+
 # --- measuring -------------------------------------------------------------------------------------------
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv, ARMS)
-    result, deadline = machine() | {"rows": []}, time.monotonic() + args.seconds
-    for kind, model, arm in itertools.product(args.kinds, args.models, args.arms):
-        shape = SHAPES[kind].get(model)
-        if shape is None or time.monotonic() > deadline:
-            continue
-        shape = shape._replace(batch=args.batch or shape.batch)
-        row = {"kind": kind, "model": model, "arm": f"torch {arm}", "remat": args.remat}
-        row |= {"batch": shape.batch, "length": shape.length, "flops": shape.flops}
-        try:
-            row |= measure({"blocks": run_blocks, "step": run_step}[kind], arm, shape, args.remat)
-        except Exception as error:  # a failing case must not end the run
-            row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
+    result, deadline = machine() | {"rows": []}, time.time() + args.seconds
+
+    def add(row: dict) -> None:
         result["rows"].append(row)
         print(json.dumps(row), flush=True)
         if args.out:
             args.out.parent.mkdir(parents=True, exist_ok=True)
             args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+    for devices in dict.fromkeys(args.mesh):
+        cases = [case for case in selected(args) if case[3] == devices]
+        if devices == 1:
+            for case in cases:
+                if time.time() < deadline:
+                    add(row_of(case, args))
+        else:
+            for row in rows_of_processes(cases, args, devices, deadline):
+                add(row)
     return 0
 
 
-def measure(prepare: Callable, arm: str, shape: Shape, remat: bool) -> dict:
+def row_of(case: tuple, args) -> dict:
+    kind, model, arm, devices, shape = case
+    row = {"kind": kind, "model": model, "arm": f"torch {arm}", "devices": devices}
+    row |= {"layers": shape.layers, "remat": args.remat, "batch": shape.batch}
+    row |= {"length": shape.length, "flops": shape.flops}
+    row |= {"reduce_dtype": args.reduce_dtype} if devices > 1 else {}
+    try:
+        if DEVICE == "cuda":
+            check_memory(shape, devices, torch.cuda.get_device_properties(0).total_memory)
+        if devices > 1:
+            own = shape._replace(batch=shape.batch // devices)
+            prepare = partial(run_sharded_step, arm, own, args.remat, args.reduce_dtype)
+        else:
+            prepare = partial(
+                {"blocks": run_blocks, "step": run_step}[kind], arm, shape, args.remat
+            )
+        return row | measure(prepare, shape, devices)
+    except Exception as error:  # a failing case must not end the run
+        return row | {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+
+
+# --- several processes -----------------------------------------------------------------------------------
+
+
+def rows_of_processes(cases: list[tuple], args, devices: int, deadline: float) -> list[dict]:
+    """The rows of all cases, which processes with a device each measure together."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    rows = multiprocessing.get_context("spawn").SimpleQueue()
+    arguments, found = (devices, port, cases, args, deadline, rows), []
+    try:
+        multiprocessing.spawn(process, arguments, nprocs=devices)
+    except multiprocessing.ProcessException as error:
+        print(error, file=sys.stderr)
+    while not rows.empty():
+        found.append(rows.get())
+    return found
+
+
+def process(rank: int, devices: int, port: int, cases, args, deadline: float, rows) -> None:
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(devices)}
+    if DEVICE == "cuda":
+        torch.cuda.set_device(rank)
+    backend = "nccl" if DEVICE == "cuda" else "gloo"
+    distributed.init_process_group(backend, timeout=datetime.timedelta(minutes=2))
+    for case in cases:
+        late = torch.tensor(float(time.time() > deadline), device=DEVICE)
+        distributed.all_reduce(late)  # all stop at the same case
+        if late:
+            break
+        row = row_of(case, args)
+        if rank == 0:
+            rows.put(row)
+    distributed.destroy_process_group()
+
+
+# --- times ------------------------------------------------------------------------------------------------
+
+
+def measure(prepare: Callable, shape: Shape, devices: int) -> dict:
     torch._dynamo.reset()
     if DEVICE == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
-    run = prepare(arm, shape, remat)
+    run = prepare()
     for _ in range(3):
         run()
     synchronize()
@@ -268,7 +389,7 @@ def measure(prepare: Callable, arm: str, shape: Shape, remat: bool) -> dict:
         "ms": round(1e3 * seconds, 3),
         "ms_of_repeats": [round(1e3 * each, 2) for each in repeats],
         "tokens_per_second": round(shape.tokens / seconds),
-        "tflops": round(shape.flops / seconds / 1e12, 2),
+        "tflops": round(shape.flops / devices / seconds / 1e12, 2),
         "compile_seconds": round(compile_seconds),
     }
     if DEVICE == "cuda":

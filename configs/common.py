@@ -16,13 +16,15 @@ _FROM_0, _FROM_1 = "[0, 1e9]", "[1, 1e9]"  # of steps, classes, examples
 # finite numbers, the listed texts, or with None any value.
 # fmt: off
 KEYS: dict[str, tuple] = {
-    "model.name": ("tiny", ("tiny", "vit_b32", "vit_b16", "vit_l14", "vit_h14"),
-        "sizes of both towers, unless the keys below set them"),
-    "model.architecture": ("clip", ("clip", "siglip"),
+    "model.name": ("tiny", ("tiny", "vit_b32", "vit_b16", "vit_l14", "vit_h14", "weights"),
+        "sizes of both towers, unless the keys below set them; weights: those of checkpoint.init_from, with "
+        "architecture, activation and fitting of pictures. Then '' and 0 mean the weights' own"),
+    "model.architecture": ("clip", ("", "clip", "siglip"),
         "siglip: no class token, attention (MAP) pooling, no causal mask; its loss is sigmoid"),
     "model.vision.width": (0, "[0, 65536]", "features of a token; 0: the named model's own"),
     "model.vision.layers": (0, "[0, 1024]", "blocks; 0: the named model's own"),
     "model.vision.heads": (0, "[0, 1024]", "attention heads a block; 0: the named model's own"),
+    "model.vision.mlp_ratio": (0.0, "[0, 64]", "features of the MLP / width; 0: the named model's own"),
     "model.vision.patch_size": (0, "[0, 4096]", "pixels, height = width; 0: the named model's own"),
     "model.vision.resize_mode": ("", ("", "shortest", "longest", "squash"),
         "how pictures become squares: shortest (scale the shorter side, crop the center), longest (scale the "
@@ -33,6 +35,7 @@ KEYS: dict[str, tuple] = {
     "model.text.width": (0, "[0, 65536]", "features of a token; 0: the named model's own"),
     "model.text.layers": (0, "[0, 1024]", "blocks; 0: the named model's own"),
     "model.text.heads": (0, "[0, 1024]", "attention heads a block; 0: the named model's own"),
+    "model.text.mlp_ratio": (0.0, "[0, 64]", "features of the MLP / width; 0: the named model's own"),
     "model.embed_dim": (0, "[0, 65536]", "features of an embedding; 0: the named model's own"),
     "model.recipe": ("switchback", (
         "standard", "switchback", "switchback_m", "switchback_q", "switchback_hadamard",
@@ -49,7 +52,7 @@ KEYS: dict[str, tuple] = {
     "model.scan_layers": (False, None, "True compiles faster, False runs faster"),
     "model.layer_scale": (False, None, "zero-initialized scale on residual branches: for stability"),
     "model.qk_norm": (False, None, "LayerNorm on queries and keys"),
-    "model.gelu": ("exact", ("exact", "tanh", "quick"), "quick: OpenAI's weights"),
+    "model.gelu": ("exact", ("", "exact", "tanh", "quick"), "quick: OpenAI's weights"),
     "model.patch_dropout": (0.0, "[0, 1)", "fraction of the patches left out in training"),
 
     "data.name": ("emoji", (*SOURCES, "mixture"), "docs/data.md"),
@@ -94,8 +97,8 @@ KEYS: dict[str, tuple] = {
     "data.huggingface.splits.val": ("", None, "the same; '': no validation"),
     "data.huggingface.splits.test": ("", None, "the same; '': no test"),
     "data.dir": ("data", None, "directory of prepared data sets"),
-    "data.image_size": (64, "[1, 4096]", "pixels, height = width"),
-    "data.context_length": (16, "[2, 4096]", "tokens a caption"),
+    "data.image_size": (64, "[0, 4096]", "pixels, height = width; 0: the weights' own"),
+    "data.context_length": (16, "[0, 4096]", "tokens a caption; 0: the weights' own"),
     "data.augment": (True, None, "light augmentation of the training images, on the device"),
     "data.workers": (0, "[0, 4096]", "loader processes; 0: threads"),
     "data.shuffle": ("global", ("global", "shard"),
@@ -107,8 +110,8 @@ KEYS: dict[str, tuple] = {
 
     "optimizer.name": ("stable_adamw", ("stable_adamw", "adamw", "muon"),
         "muon: Muon for the matrices of the blocks, with a momentum of 0.95, and AdamW for the rest. "
-        "Both use learning_rate, whose scale is that of AdamW. Muon's products are in bfloat16 if "
-        "model.dtype is, and in float32 otherwise"),
+        "Both use learning_rate, whose scale is that of AdamW. Muon's products are in float16 (on "
+        "TPUs bfloat16) if model.dtype has 16 bits, and in float32 otherwise"),
     "optimizer.learning_rate": (2e-3, "(0, 1e6]", "peak of the schedule"),
     "optimizer.b1": (0.9, "[0, 1)", "decay of the first moment"),
     "optimizer.b2": (0.99, "[0, 1)", "decay of the second moment"),
@@ -138,7 +141,8 @@ KEYS: dict[str, tuple] = {
     "train.epochs": (0.0, "[0, 1e6]", "duration in epochs; 0: not set"),
     "train.examples": (0, "[0, 1e15]", "duration in examples; 0: not set"),
     "train.accumulation": (1, "[1, 65536]", "micro-batches a step; the loss still contrasts the whole batch"),
-    "train.loss": ("softmax", ("softmax", "sigmoid"), "softmax: CLIP; sigmoid: SigLIP"),
+    "train.loss": ("softmax", ("", "softmax", "sigmoid"),
+        "softmax: CLIP; sigmoid: SigLIP; '': sigmoid if the weights have a logit bias"),
     "train.reduce_dtype": ("float32", ("float32", "bfloat16"),
         "dtype in which devices all-reduce the gradients of the blocks' kernels"),
     "train.reduce_once": (True, None,

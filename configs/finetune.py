@@ -1,10 +1,12 @@
-"""Fine-tunes a pretrained CLIP ViT-B/32 in int8 with SwitchBack, from weights of open_clip, OpenAI or others.
+"""Fine-tunes pretrained weights of open_clip, Hugging Face or others in int8 with SwitchBack.
+
+The weights determine the model: its sizes, its activation, how pictures are prepared, and the loss.
 
 Command:  python train.py --config=configs/finetune.py --workdir=runs/finetune
           --config.checkpoint.init_from=FOLDER --config.data.name=webdataset
           --config.data.webdataset.splits.train='pairs/*.tar'
           with --config=configs/finetune.py:lit the image tower is frozen (LiT)
-Hardware: estimated, not run at this size: 1 GPU of 24 GB or more.
+Hardware: estimated, not run at this size: for a ViT-B/32, 1 GPU of 24 GB or more.
 Data:     the emoji drawings, to try it; --config.data.name chooses another.
 """
 
@@ -18,9 +20,9 @@ def get_config(method: str = "all") -> ConfigDict:
     if method not in ("", "all", "lit"):
         raise ValueError(f"the method must be all or lit, got {method!r}")
     config = common.get_config()
-    config.model.name = "vit_b32"
-    config.data.image_size = 224
-    config.data.context_length = 77
+    config.model.name = "weights"
+    config.model.architecture = config.model.gelu = config.train.loss = ""
+    config.data.image_size = config.data.context_length = 0
     config.schedule.warmup_steps = 100
     config.train.batch_size = 512
     config.train.steps = 2000

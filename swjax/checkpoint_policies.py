@@ -18,8 +18,9 @@ save_weights = jax.checkpoint_policies.save_only_these_names(*_WEIGHTS)
 # Save the int8 or fp8 activations of recipes with `save_quantized`, recompute the rest.
 save_quantized = jax.checkpoint_policies.save_only_these_names(*_WEIGHTS, *_INPUTS)
 
-# Save every linear layer's output, so that no forward product runs twice.
-save_outputs = jax.checkpoint_policies.save_only_these_names(*_WEIGHTS, "swjax_y")
+# Save every linear layer's output, so that no forward product runs twice; and the scale of each token's
+# input, which int8 weight gradients read.
+save_outputs = jax.checkpoint_policies.save_only_these_names(*_WEIGHTS, "swjax_x_scale", "swjax_y")
 
 # Save the quantized activations and the outputs.
 save_linear = jax.checkpoint_policies.save_only_these_names(*_WEIGHTS, *_INPUTS, "swjax_y")

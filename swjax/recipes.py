@@ -229,6 +229,16 @@ class Recipe:
         operands = [q for p in products if p for q in (p.lhs, p.rhs) if not p.in_blocks]
         return tuple(sorted({q.dtype for q in operands}))
 
+    def with_constant_weight(self) -> "Recipe":
+        """The recipe of a layer that only has the quantized weight of fwd: dgrad multiplies it as it is.
+
+        A weight that fwd rotates along k gives ``g wT`` rotated along k, see `swjax.linear.products`.
+
+        >>> RECIPES["int8_hadamard"].with_constant_weight().dgrad.lhs.rotation
+        1
+        """
+        return replace(self, dgrad=self.dgrad and _rotating(self.dgrad, 1))
+
     def implementation(self, of_model: str | None) -> str | None:
         """The implementation of a layer with this recipe, in a model that names one for all its layers.
 
@@ -364,7 +374,7 @@ RECIPES: dict[str, Recipe] = {
 NAMES = (*RECIPES, auto.NAME)
 
 
-def get(recipe: str | Recipe, *shapes: tuple[int, int]) -> Recipe:
+def get(recipe: str | Recipe, *shapes: tuple[int, ...]) -> Recipe:
     """Looks up a recipe by name; returns a Recipe unchanged.
 
     Args:

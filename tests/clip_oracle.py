@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from swjax import interop
 from swjax.models import clip
 
 SMALL = dict(
@@ -21,6 +22,12 @@ SMALL = dict(
 
 def small_config(**overrides):
     return clip.config("tiny", **{**SMALL, **overrides})
+
+
+def write_weights(folder) -> None:
+    """Writes a small model with CLIP's vocabulary as open_clip would, into a folder that is created."""
+    cfg = small_config(text={**SMALL["text"], "vocab_size": 49408})
+    interop.save(folder, nnx.merge(*random_model(cfg)))
 
 
 @functools.cache

@@ -18,6 +18,10 @@ from swjax.models import clip
 from swjax.training.config import ConfigError
 from swjax.training.setup import settle_recipe
 
+pytestmark = pytest.mark.skipif(
+    jax.default_backend() != "cpu", reason="what the host is stands in the expected messages"
+)
+
 X = jax.ShapeDtypeStruct((1024, 2048), jnp.bfloat16)
 WIDE, NARROW = (jax.ShapeDtypeStruct((2048, n), jnp.float32) for n in (2048, 256))
 
@@ -52,7 +56,11 @@ def test_the_choice_for_a_chip(chip, recipe, capsys):
         assert auto.choose(WIDE.shape) == recipe
         assert recipes.get("auto", WIDE.shape) == recipes.RECIPES[recipe]
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and repr(recipe) in said and f"int8 {chips.named(chip).int8 or 0}" in said
+    assert (
+        said.count("\n") == 1
+        and repr(recipe) in said
+        and f"int8 {chips.named(chip).int8 or 0}" in said
+    )
 
 
 def test_it_is_said_once(capsys):
@@ -67,7 +75,10 @@ def test_it_is_said_once(capsys):
 def test_unknown_devices():
     known = targets.Target("gpu", "NVIDIA H300 of another make", "9.0")
     assert auto.chip_of(known).compute_capability == "9.0"
-    for target in (targets.Target("gpu", "AMD Instinct MI300X", "gfx942"), targets.Target("tpu", "TPU9")):
+    for target in (
+        targets.Target("gpu", "AMD Instinct MI300X", "gfx942"),
+        targets.Target("tpu", "TPU9"),
+    ):
         assert auto.chip_of(target) is None and auto._of(target)[0] == "standard"
 
 
@@ -106,13 +117,18 @@ def test_models_accept_it():
 )
 def test_a_recipe_that_is_slow_on_the_chip_warns_once(chip, recipe):
     layer = lambda x, w: swjax.switchback(x, w, recipe=recipe, implementation="xla")
-    with targets.compiling_for(chip), pytest.warns(UserWarning, match="not faster than bf16") as found:
+    with (
+        targets.compiling_for(chip),
+        pytest.warns(UserWarning, match="not faster than bf16") as found,
+    ):
         jax.eval_shape(layer, X, WIDE)
         jax.eval_shape(layer, X, NARROW)
     assert sum("not faster" in str(each.message) for each in found) == 1
     with targets.compiling_for(chip), warnings.catch_warnings():
         warnings.simplefilter("error")
-        jax.eval_shape(lambda x, w: swjax.switchback(x, w, recipe="auto", implementation="xla"), X, NARROW)
+        jax.eval_shape(
+            lambda x, w: swjax.switchback(x, w, recipe="auto", implementation="xla"), X, NARROW
+        )
 
 
 def test_a_run_keeps_its_recipe(tmp_path, caplog):

@@ -228,8 +228,12 @@ def test_language_models(tmp_path, monkeypatch, kind):
     monkeypatch.setitem(language_models.ARMS, "standard", None)
     out = tmp_path / "language.json"
     flags = ["--models", "tiny", "--kinds", kind, "--arms", "standard", "flax", f"--out={out}"]
-    with jax.numpy_dtype_promotion("standard"):  # JAX's own attention promotes
+    flags += ["--at_once", "2"]
+    jax.config.update("jax_numpy_dtype_promotion", "standard")  # JAX's own attention promotes
+    try:
         assert language_models.main(flags) == 0
+    finally:
+        jax.config.update("jax_numpy_dtype_promotion", "strict")
     written = json.loads(out.read_text())
     failed, row = written["rows"]
     assert written["commit"] and failed["error"].startswith("TypeError")
@@ -244,7 +248,8 @@ def test_language_models_on_two_devices(monkeypatch):
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         for arm, devices in (("flax", 1), ("flax", 2), ("switchback_hadamard+fused", 2)):
             monkeypatch.setattr(timing, "_keys", itertools.count())  # the same parameters
-            compiled, run = language_models.step(case._replace(arm=arm, devices=devices))
+            compiled, start = language_models.step(case._replace(arm=arm, devices=devices))
+            run = start()
             losses[arm, devices] = [float(run()) for _ in range(3)]
             found[arm, devices] = collectives(compiled)
     one, two, quantized = losses.values()

@@ -84,6 +84,49 @@ def test_kernels_are_the_transcription_in_float64(operation, implementation, sha
     assert snr_db(got, want) > 55
 
 
+@implementations.each(
+    "block_weight_gradient",
+    compiled=[(104, 64, 192), (3000, 256, 192)],
+    interpreted=[(104, 64, 64), (2056, 64, 64)],
+)
+def test_absent_tokens_count_as_zero(operation, implementation, shape):
+    """As if x and g were zero there, to the bit; in the second shape in one of several blocks only."""
+    tokens, k, n = shape
+    x, g = (
+        jnp.asarray(drawn("log-normal", tokens, features, 1), "bfloat16") for features in (k, n)
+    )
+    present = jnp.ones(tokens, "bfloat16").at[7:90:3].set(0)
+    run = partial(implementations.run, operation, implementation=implementation, **OPTIONS)
+    masked = run(*(a * present[:, None] for a in (x, g)))
+    np.testing.assert_array_equal(run(x, g, present), masked)
+    assert snr_db(run(x, g), masked) < 40
+
+
+@pytest.mark.parametrize("recipe", thinning.first(["switchback_hadamard", "int8_hadamard"]))
+def test_padding_does_not_change_the_weight_gradient(recipe):
+    """Tokens whose g is zero, with x 30 times as large, and tokens whose x is zero, with a large g."""
+    rng, tokens = np.random.default_rng(0), 4096
+    x, g1, g2 = (rng.standard_normal((tokens, n)) for n in (128, 64, 64))
+    padding, empty = rng.random(tokens) < 0.25, rng.random(tokens) < 0.1
+    x[padding] *= 30
+    x[empty] = 0
+    for g in (g1, g2):
+        g[empty] *= 30
+        g[padding] = 0
+    g1[:50] = 0  # only one of two layers has these tokens
+    x, g1, g2 = (jnp.asarray(a, "bfloat16").reshape(4, -1, a.shape[1]) for a in (x, g1, g2))
+    w = jnp.ones((128, 64)) / 8
+    layer = lambda *ws: swjax.switchback(x, ws if len(ws) > 1 else ws[0], recipe=recipe)
+    (alone,) = jax.jit(lambda w: jax.vjp(layer, w)[1](g1))(w)
+    both = jax.jit(lambda w: jax.vjp(layer, w, w)[1]((g1, g2)))(w)
+    rows = lambda a: np.asarray(a.astype("float32")).reshape(tokens, -1)
+    for dw, g in zip((alone, *both), (g1, g1, g2)):
+        assert error(dw, rows(x), rows(g)) < 0.012  # with all tokens in the scales 0.2
+    bad = x.reshape(tokens, -1).at[int(np.argmax(padding)), 3].set(np.inf).reshape(x.shape)
+    dw = jax.jit(lambda w: jax.vjp(partial(swjax.switchback, bad, recipe=recipe), w)[1](g1)[0])(w)
+    assert not np.isfinite(dw[3]).any()  # infinity times a gradient of zero
+
+
 @pytest.mark.parametrize(
     "kind, tokens",
     thinning.thinned(["normal", "log-normal", "student", "class token"], [1024, 16_384], full=[]),

@@ -84,7 +84,7 @@ def test_every_default_is_accepted_and_described():
 
 
 def test_the_table_has_the_models_and_the_recipes():
-    assert set(KEYS["model.name"].choices) == set(clip.CONFIGS)
+    assert set(KEYS["model.name"].choices) == {"weights", *clip.CONFIGS}
     assert set(KEYS["model.recipe"].choices) == {"auto", *RECIPES}
 
 

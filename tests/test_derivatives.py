@@ -26,7 +26,10 @@ FLOOR_DB = {"standard": 90, "switchback": 25, "switchback_m": 25, "switchback_q"
 FLOOR_DB |= dict.fromkeys(
     ("llm_int8", "llm_int8_outlier6", "switchback_hadamard", "int8_hadamard"), 25
 )
-FLOOR_DB |= dict.fromkeys(("fp8_switchback", "fp8_tensorwise"), 15)
+FLOOR_DB |= dict.fromkeys(
+    ("fp8_switchback", "fp8_tensorwise", "fp8_hadamard", "fp8_block128", "mxfp8"), 15
+)
+FLOOR_DB["nvfp4"] = 6
 
 
 def draw(*shape, seed=0):

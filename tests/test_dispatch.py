@@ -443,10 +443,13 @@ def test_layers_fit_together_as_on_a_gpu(gpu, recipe, implementation):
     """Traces layers without running them: kernels take other operand layouts than XLA does."""
     pytest.importorskip("jax_triton", reason="needs jax-triton, which is for Python 3.12")
     gpu()
-    if (recipe, implementation) == ("standard", "triton"):
-        with pytest.raises(ValueError, match="'triton' has none of the products of this layer"):
+    emulated = RECIPES[recipe].in_blocks
+    if (recipe, implementation) == ("standard", "triton") or (emulated and implementation):
+        with pytest.raises(ValueError, match="has none of the products of this layer"):
             swjax.switchback(X, array((256, 64)), recipe=recipe, implementation=implementation)
         return
+    if (recipe, implementation) == ("fp8_hadamard", "mosaic_gpu"):
+        pytest.skip("the weight gradient of rotated tokens in Mosaic is int8 only")
 
     def loss(x, w1, b1, w2, norm):
         options = {"recipe": recipe, "prologue": norm, "implementation": implementation}
@@ -458,14 +461,14 @@ def test_layers_fit_together_as_on_a_gpu(gpu, recipe, implementation):
     vector = array((128,), "float32")
     norm = swjax.LayerNorm(vector, vector)
     weights = array((128, 512), "float32"), array((512,), "float32"), array((512, 128), "float32")
-    traced = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2, 3, 4)))(
-        array((4, 64, 128)), *weights, norm
-    )
+    trace = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2, 3, 4)))
+    with warnings.catch_warnings(action="ignore" if emulated else "error"):
+        traced = trace(array((4, 64, 128)), *weights, norm)
     text = str(traced)
     assert ("triton_kernel_call" in text) == (implementation != "mosaic_gpu")
     # Without a tuned table, Mosaic kernels that nobody names multiply quantized matrices, and compute the
     # weight gradients of gate and up.
-    mosaic = implementation != "triton"
+    mosaic = implementation != "triton" and not emulated
     assert ("mpmd_map" in text) == mosaic  # the primitive of Pallas's kernels
 
 

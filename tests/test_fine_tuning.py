@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,7 @@ from micro_run import (
     paths,
     step_of,
 )
+from safetensors.numpy import save_file
 
 from swjax import inference, interop
 from swjax.models import clip, sharding
@@ -34,6 +36,7 @@ from swjax.training import setup
 from swjax.training.config import ConfigError
 from swjax.training.state import restore
 from swjax.training.state.initialization import first_parameters, interpolate_positions
+from swjax.training.state.model_of_weights import settle_model
 from swjax.training.state.restore import first_state
 from train import main
 
@@ -235,6 +238,88 @@ def test_all_differences_are_named_at_once_and_plan_names_them_too(micro, tmp_pa
         with pytest.raises(ConfigError) as error:
             plan.show(config, "")
         assert str(error.value) == told
+
+
+def settled(*settings, folder="none"):
+    """Returns the config of configs/finetune.py with the model of the weights."""
+    config = config_lib.load(f"{ROOT}/configs/finetune.py", settings)
+    return settle_model(config, Path(folder))
+
+
+def test_the_model_comes_from_the_weights(tmp_path):
+    """Also how pictures are prepared; the config of a run needs the weights no more."""
+    options = {"gelu": "quick", "layer_scale": 0.5, "init_logit_bias": -10.0, "embed_dim": 24}
+    vision = {
+        "width": 48,
+        "heads": 3,
+        "mlp_ratio": 49 / 48,
+        "image_size": 32,
+        "resize_mode": "squash",
+    }
+    cfg = clip.config(
+        "tiny", **options, vision=vision, text={"context_length": 9, "layers": 1, "width": 32}
+    )
+    interop.save(tmp_path / "weights", nnx.merge(*random_model(cfg)))
+    weights = ("checkpoint.init_from", str(tmp_path / "weights"))
+    config = settled(weights)
+    model = setup.model_config(config)
+    same = {
+        "recipe": "switchback",
+        "dtype": "bfloat16",
+        "layer_scale": 0.0,
+        "init_logit_scale": model.init_logit_scale,
+    }
+    assert model == clip.config(cfg, **same)
+    assert (config.train.loss, config.model.name) == ("sigmoid", "weights")
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "config.json").write_text(config_lib.to_json(config))
+    shutil.rmtree(tmp_path / "weights")
+    assert setup.model_config(settled(weights, folder=run)) == model  # a run that resumes
+    resumed = settled(("checkpoint.resume", str(run)), folder=tmp_path)
+    with pytest.raises(
+        ConfigError, match="checkpoint.init_from=.* holds no checkpoint and no weights"
+    ):
+        settled(weights)
+    assert setup.model_config(resumed) == model
+    by_hand = settled(weights, ("data.image_size", "64"), ("train.loss", "softmax"), folder=run)
+    assert (by_hand.data.image_size, by_hand.train.loss) == (64, "softmax")
+
+
+def test_keys_that_contradict_the_weights_are_named_at_once(micro, tmp_path):
+    foreign(micro(), tmp_path)
+    weights = ("checkpoint.init_from", str(tmp_path))
+    assert settled(weights).model.vision.width == 32
+    keys = {"model.vision.width": "64", "model.gelu": "quick", "model.text.heads": "4"}
+    config = config_lib.load(f"{ROOT}/configs/finetune.py", [weights, *keys.items()])
+    for refused in (lambda: settled(weights, *keys.items()), lambda: plan.show(config, "h200:1")):
+        with pytest.raises(ConfigError) as error:
+            refused()
+        assert all(f"config.{key} is " in str(error.value) for key in keys)
+        assert "\n" not in str(error.value) and str(error.value).count("in the weights") == 3
+    for settings, message in (
+        ((), "config.model.name='weights' needs weights: set config.checkpoint.init_from"),
+        ((("checkpoint.init_from", str(tmp_path / "no")),), "holds no checkpoint and no weights"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            settled(*settings)
+    (tmp_path / "open_clip_config.json").unlink()
+    with pytest.raises(
+        ConfigError, match="has no config file that describes the model: set config"
+    ):
+        settled(weights)
+    with pytest.raises(ConfigError, match="model.gelu='', .* must be the value of weights"):
+        setup.model_config(config_lib.load(f"{ROOT}/configs/finetune.py", [("model.name", "tiny")]))
+
+
+def test_weights_of_a_named_size_have_its_name(tmp_path):
+    (tmp_path / "open_clip_config.json").write_text(
+        json.dumps(interop.configs.to_open_clip(clip.config("vit_b16")))
+    )
+    save_file({"visual.conv1.weight": np.zeros(1)}, tmp_path / "open_clip_model.safetensors")
+    config = settled(("checkpoint.init_from", str(tmp_path)))
+    assert (config.model.name, config.model.vision.patch_size) == ("vit_b16", 16)
+    assert (config.data.image_size, config.data.context_length) == (224, 77)
 
 
 SIGLIP = {"model__architecture": "siglip", "model__embed_dim": 0, "train__loss": "sigmoid"}

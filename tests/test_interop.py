@@ -1,9 +1,12 @@
 """Weights in other libraries' layouts: they are read back bit for bit, and every tensor is used."""
 
 import json
+import pickle
 import re
 import resource
 import time
+import zipfile
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -403,10 +406,17 @@ def test_malformed_npz_files_are_one_line(tmp_path, kind):
 
 
 def test_files_that_are_not_there_or_not_whole(tmp_path):
-    with pytest.raises(FileNotFoundError, match="absent does not exist: give a safetensors file"):
+    with pytest.raises(FileNotFoundError, match="absent does not exist: give a file of weights"):
         interop.load(tmp_path / "absent")
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(
+        FileNotFoundError, match="holds neither .* nor .*, only notes.txt: give the"
+    ):
+        interop.load(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"pickle")
-    with pytest.raises(FileNotFoundError, match="only pytorch_model.bin: .*pickled weights .* not"):
+    with pytest.raises(
+        ValueError, match="pytorch_model.bin is not a file of torch.save, or is incom"
+    ):
         interop.load(tmp_path)
     interop.save(tmp_path, make())
     file = weights(tmp_path, "open_clip")
@@ -638,3 +648,61 @@ def test_a_siglip_has_no_place_in_a_clips_layout(tmp_path):
     ):
         interop.save(tmp_path / "new", make(), "big_vision")
     assert not (tmp_path / "new").exists()
+
+
+def test_pickles_are_not_run(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return Path.touch, (tmp_path / "run",)
+
+    for tree in ({"x": Evil()}, {"state_dict": [Evil()]}):
+        with zipfile.ZipFile(tmp_path / "evil.pt", "w") as file:
+            file.writestr("evil/data.pkl", pickle.dumps(tree))
+        with pytest.raises(
+            ValueError, match=r"evil.pt: its pickle needs pathlib.*, which is not read"
+        ):
+            interop.load(tmp_path / "evil.pt")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "index, message",
+    [
+        (
+            {"weight_map": {"x": "../model.safetensors"}},
+            "index of weights .it must name files of its",
+        ),
+        (
+            {"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}},
+            "names a.safetensors, which is",
+        ),
+        (
+            {"weight_map": {"x": "model.safetensors"}},
+            "says that model.safetensors holds 'x', which it",
+        ),
+        ([], "is not an index of weights"),
+    ],
+)
+def test_wrong_indices_of_shards(index, message, tmp_path):
+    interop.save(tmp_path, make(), layout="huggingface")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises((ValueError, FileNotFoundError), match=message) as error:
+        interop.load(tmp_path / "model.safetensors.index.json")
+    assert "\n" not in str(error.value)
+
+
+def test_shards(tmp_path):
+    whole = make()
+    interop.save(tmp_path, whole, layout="huggingface")
+    held = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    names = sorted(held)
+    files = {f"model-0000{i + 1}-of-00002.safetensors": names[i::2] for i in range(2)}
+    for file, some in files.items():
+        save_file({name: held[name] for name in some}, tmp_path / file)
+    index = {"weight_map": {name: file for file, some in files.items() for name in some}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    for a, b in zip(
+        *(jax.tree.leaves(nnx.state(m, nnx.Param)) for m in (whole, interop.load(tmp_path)))
+    ):
+        np.testing.assert_array_equal(a, b)

@@ -44,6 +44,21 @@ def config(variant):
     return clip.config(small_config(), **PLAIN, **VARIANTS[variant][0])
 
 
+def held(state):
+    """A module that has the tensors of a state dict under their names."""
+    root = torch.nn.Module()
+    for name, value in state.items():
+        *path, last = name.split(".")
+        module = root
+        for part in path:
+            if not hasattr(module, part):
+                module.add_module(part, torch.nn.Module())
+            module = getattr(module, part)
+        module.register_buffer(last, value.detach())
+    root.forward = lambda x: x
+    return root
+
+
 def open_theirs(folder, layout):
     """Opens a folder with the other library, which must use every tensor."""
     if layout == "open_clip":
@@ -140,6 +155,43 @@ def test_their_weights_in_our_model(tmp_path, variant, layout):
     assert back.keys() == state.keys()
     for name, value in state.items():
         np.testing.assert_array_equal(back[name], value.numpy(), strict=True)
+
+
+@pytest.mark.parametrize("kind", ["state dict", "checkpoint", "half", "TorchScript", "shards"])
+def test_files_of_torch(tmp_path, kind):
+    """They hold what safetensors of the same model hold, bit for bit, and are read without torch."""
+    cfg = config("plain")
+    model = make_theirs(cfg, "open_clip", tmp_path)
+    if kind == "half":
+        model = model.half()
+    state, file = model.state_dict(), tmp_path / "open_clip_pytorch_model.bin"
+    save_file(
+        {n: v.float().numpy() for n, v in state.items()}, tmp_path / LAYOUTS["open_clip"].weights
+    )
+    expected = interop.read(tmp_path)
+    (tmp_path / LAYOUTS["open_clip"].weights).unlink()
+    if kind == "checkpoint":
+        rest = {"epoch": 3, "optimizer": {"param_groups": [{"lr": 1e-3, "betas": (0.9, 0.98)}]}}
+        state = rest | {"state_dict": {f"module.{name}": value for name, value in state.items()}}
+    if kind == "TorchScript":
+        with pytest.warns(DeprecationWarning):
+            torch.jit.save(torch.jit.trace(held(state), torch.zeros(1)), file)
+    elif kind == "shards":
+        names, file = list(state), tmp_path / "pytorch_model.bin.index.json"
+        parts = {f"pytorch_model-0000{i + 1}-of-00002.bin": names[i::2] for i in range(2)}
+        for part, some in parts.items():
+            torch.save({name: state[name] for name in some}, tmp_path / part)
+        file.write_text(
+            json.dumps(
+                {"weight_map": {name: part for part, some in parts.items() for name in some}}
+            )
+        )
+    else:
+        torch.save(state, file)
+    found_cfg, found = interop.read(tmp_path)
+    assert found_cfg == expected[0] and found.keys() == expected[1].keys()
+    for name, value in expected[1].items():
+        np.testing.assert_array_equal(found[name], value)
 
 
 def test_openai_weights(tmp_path):

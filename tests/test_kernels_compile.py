@@ -260,10 +260,12 @@ def test_int8_weight_gradients_compile(compiled, capability, shape, tmp_path):
     assert instructions(product, r"wgmma.*s32\.s8" if capability == 90 else r"mma\.sync.*s32\.s8")
     cut = {"BLOCKS": -(-tokens // 1024), "LENGTH": 1024}
     module = dispatch.module_of("triton", "block_weight_gradient")
-    quantizer = compiled(capability, partial(module.quantize_blocks, dtype="int8", **cut), x)
+    quantize = partial(module.quantize_blocks, dtype="int8", **cut)
+    present = array((tokens,), "bfloat16")
+    quantizers = [compiled(capability, quantize, x, given) for given in (None, present)]
     if capability == 90:
-        assert_no_spills(product, tmp_path)
-        assert_no_spills(quantizer, tmp_path)
+        for kernel in (product, *quantizers):
+            assert_no_spills(kernel, tmp_path)
 
 
 @pytest.mark.parametrize("contract", [-1, -2])
@@ -382,7 +384,8 @@ def test_mosaic_weight_gradients_lower_for_hopper(slices, dtype):
 def test_mosaic_int8_weight_gradients_lower_for_hopper(slices, dtype):
     x, g = array((5000, 1280), dtype), array((5000, 5120), dtype)
     options = dict(dtypes=("int8", "int8"), block=1024, rotation=128, out_dtype=dtype)
-    program = lowered(in_mosaic("block_weight_gradient"), x, g, slices=slices, **options)
+    present = array((5000,), dtype)
+    program = lowered(in_mosaic("block_weight_gradient"), x, g, present, slices=slices, **options)
     assert program.count("custom_call @mosaic_gpu") == 3  # two rotations and a product
 
 

@@ -167,6 +167,15 @@ OPERANDS = {
         int8(1, 1, dtypes=(E5M2, E4M3)),
         int8(1, 1, dtypes=(E4M3, E5M2)),
     ),
+    "fp8_hadamard": (
+        int8(24, 1, dtypes=(E4M3, E4M3)),
+        int8(24, 1, dtypes=(E5M2, E4M3)),
+        exact("block_weight_gradient"),
+    ),
+    # Values that include the scales of blocks.
+    "fp8_block128": (int8(1, 1, dtypes=("float32", "float32")),) * 3,
+    "mxfp8": (int8(1, 1, dtypes=("bfloat16", "bfloat16")),) * 3,
+    "nvfp4": (int8(1, 1, dtypes=("bfloat16", "bfloat16")),) * 3,
 }
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import pytest
 import thinning
+from clip_oracle import write_weights
 from flax import nnx
 
 import train
@@ -164,8 +165,13 @@ CASES = thinning.kept(itertools.product(CONFIGS, HARDWARE), list(zip(CONFIGS, HA
 @pytest.mark.parametrize(("config", "hardware"), CASES)
 def test_every_config_on_every_hardware(config, hardware, capsys, tmp_path, monkeypatch):
     """The config fits into memory, or does with the settings that the error names."""
+    flags = ()
+    if config == "finetune":
+        folder = tmp_path.parent / "weights"
+        write_weights(folder)
+        flags = (f"--config.checkpoint.init_from={folder}",)
     monkeypatch.chdir(tmp_path)
-    code = run(config, hardware)
+    code = run(config, hardware, *flags)
     printed = capsys.readouterr()
     assert re.search(r"^memory +[\d.]+ [GM]iB per device", printed.out, re.MULTILINE)
     assert not list(tmp_path.iterdir()), "a plan must write no files"
@@ -177,7 +183,7 @@ def test_every_config_on_every_hardware(config, hardware, capsys, tmp_path, monk
     if remedy is None:
         assert "use more devices with fsdp" in printed.err
         return
-    assert run(config, hardware, *remedy[1].split()) == 0
+    assert run(config, hardware, *flags, *remedy[1].split()) == 0
 
 
 def test_the_text_says_what_a_reader_asks(capsys):

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import pytest
 import thinning
+from clip_oracle import write_weights
 from ml_collections import ConfigDict
 from photographs import jpeg, write_coco, write_tars
 
@@ -155,6 +156,8 @@ def test_train(command, tmp_path, monkeypatch, capsys):
 
 def write_stand_ins(config: ConfigDict) -> None:
     """Writes small data sets to the config's paths, relative to the working directory."""
+    if config.checkpoint.init_from:
+        write_weights(Path(config.checkpoint.init_from))
     c = config.data
     paths = [path for split in c.webdataset.splits.values() for path in files.expand(split or "{}")]
     for number, path in enumerate(filter(None, paths)):

@@ -83,13 +83,23 @@ def test_layers_of_one_input_have_their_own_rotations():
     assert snr_db(dx, sum(g @ w[:, :n].T for g, n in zip(gs, widths))) > 36
 
 
-def test_a_quantized_weight_is_for_inference():
-    x, w = as_float32(*with_outliers(1)[:2])
-    q = swjax.quantize_weight(w, RECIPE)
-    layer = lambda x, w: swjax.switchback(x, w, recipe=RECIPE)
-    np.testing.assert_array_equal(layer(x, q), layer(x, w))
-    with pytest.raises(ValueError, match="needs w itself"):
-        jax.grad(lambda x: layer(x, q).sum())(x)
+@pytest.mark.parametrize("constants", [(True,), (True, False), (True, True)])
+def test_gradients_of_quantized_weights_are_rotated_back(constants):
+    """Also of layers that share an input, and second derivatives, which treat products as exact."""
+    x, w, g = as_float32(*with_outliers(1)[:3])
+    widths = (192, 96)[: len(constants)]
+    exact = tuple(w[:, :n] for n in widths)
+    ws = tuple(
+        swjax.quantize_weight(w, RECIPE) if constant else w for constant, w in zip(constants, exact)
+    )
+    layer = lambda ws, x: swjax.switchback(x, ws, recipe=RECIPE)
+    np.testing.assert_array_equal(layer(ws, x)[0], layer(exact, x)[0])
+    gs = tuple(g[:, :n] for n in widths)
+    gradient = lambda ws, x: jax.vjp(partial(layer, ws), x)[1](gs)[0]
+    assert snr_db(gradient(ws, x), sum(g @ w.T for g, w in zip(gs, exact))) > 36
+    square = lambda ws, x: sum(jnp.sum(y**2) for y in layer(ws, x))
+    second = lambda ws: jax.jit(jax.grad(lambda x: jnp.sum(jax.grad(square, 1)(ws, x) * x)))(x)
+    assert snr_db(second(ws), 4 * sum(x @ w @ w.T for w in exact)) > 30
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,8 @@ ROW, COLUMN = ("row", "fsdp_row", "fsdp_and_row_in_one"), ("column", "fsdp_colum
 
 
 INT8 = ("switchback", "switchback_m", "switchback_q", "llm_int8")
+# Agreement, in dB, of recipes that form groups of features on each device, with those on one device.
+OWN_DB = {"int8_hadamard": 30, "fp8_hadamard": 20, "fp8_block128": 20, "mxfp8": 20, "nvfp4": 10}
 
 
 @pytest.mark.parametrize(
@@ -72,11 +74,24 @@ def test_values_are_those_of_one_device(name, case, kind):
     exact = [i for i, where in enumerate((ROW, COLUMN)) if case not in where and name in INT8]
     want = one_device(name)
     assert got[2].sharding.is_equivalent_to(args[1].sharding, 2)
-    rotated = {"switchback_hadamard": [2], "int8_hadamard": [0, 1, 2]}.get(name, [])
-    for i in rotated:  # each device rotates its own tokens or features
-        assert snr_db(got[i], want[i]) > 30
-    got, want = ([a for i, a in enumerate(arrays) if i not in rotated] for arrays in (got, want))
+    # Each device rotates its own tokens or features, and forms blocks of its own elements.
+    own = [2] if name == "switchback_hadamard" else [0, 1, 2] if name in OWN_DB else []
+    for i in own:
+        assert snr_db(got[i], want[i]) > OWN_DB.get(name, 30)
+    got, want = ([a for i, a in enumerate(arrays) if i not in own] for arrays in (got, want))
     compare(got, want, exact=exact)
+
+
+@pytest.mark.parametrize(
+    "name, k", [("nvfp4", 128), release("mxfp8", 256), release("fp8_block128", 1024)]
+)
+def test_shards_of_whole_blocks_have_the_blocks_of_one_device(name, k):
+    sizes = {"k": k, "n": 64}
+    mesh, layout, args, g = sharded("fsdp_rows", **sizes)
+    layer = partial(swjax.switchback, recipe=name, layout=layout)
+    with jax.set_mesh(mesh):
+        got = jax.jit(partial(gradients, layer))(args, g)
+    compare(got[:2], one_device(name, **sizes)[:2])
 
 
 def test_each_device_quantizes_blocks_of_its_own_tokens():

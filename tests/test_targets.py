@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 import swjax
-from swjax.kernels import chips, dispatch, targets, tiles
+from swjax.kernels import chips, dispatch, saved_programs, targets, tiles
 
 X = jax.ShapeDtypeStruct((1024, 256), jnp.bfloat16)
 W = jax.ShapeDtypeStruct((256, 512), jnp.float32)
@@ -14,7 +14,9 @@ W = jax.ShapeDtypeStruct((256, 512), jnp.float32)
 
 def mesh_of(platform, kind, size=4):
     try:
-        device = type(jax.make_mesh((1,), ("x",)).abstract_mesh.abstract_device)(kind, None, platform)
+        device = type(jax.make_mesh((1,), ("x",)).abstract_mesh.abstract_device)(
+            kind, None, platform
+        )
     except TypeError:
         device = type(jax.make_mesh((1,), ("x",)).abstract_mesh.abstract_device)(kind, None)
     return AbstractMesh((size,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
@@ -77,6 +79,7 @@ def test_functions_are_traced_again_for_another_target(monkeypatch):
 def test_a_host_without_gpu_lowers_kernels_for_cuda(monkeypatch):
     pytest.importorskip("jax_triton", reason="needs jax-triton, which is for Python 3.12")
     pytest.importorskip("jax_cuda13_plugin", reason="needs the jax-cuda13-plugin")
+    monkeypatch.setattr(saved_programs, "_folder", lambda: None)
     layer = jax.jit(jax.grad(lambda x, w: swjax.switchback(x, w).sum().astype("float32"), (0, 1)))
     with targets.compiling_for("H100"), dispatch.record() as calls:
         text = layer.trace(X, W).lower(lowering_platforms=("cuda",)).as_text()

@@ -6,7 +6,9 @@ the table of docs/transformations.md.
 
 import pickle
 import re
+from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache, partial
 from pathlib import Path
 
@@ -17,11 +19,13 @@ import numpy as np
 import pytest
 import thinning
 from jax import lax
+from jax.custom_batching import sequential_vmap
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import swjax
 from swjax import checkpoint_policies
+from swjax.kernels import dispatch
 from swjax.recipes import RECIPES
 
 PAGE = Path(__file__).parent.parent / "docs" / "transformations.md"
@@ -292,6 +296,47 @@ def unrolled(step, x, ws):
     return x, None
 
 
+def saved_by(policy, layers, x, ws) -> Counter:
+    """The arrays that scanned layers save for the backward pass: {(shape, dtype): count}, without x, ws and
+    scales of tokens."""
+
+    def loss(ws, x):
+        layer = jax.checkpoint(layers, policy=policy, prevent_cse=False)
+        return jnp.sum(lax.scan(lambda x, ws: (layer(x, *ws), None), x, ws)[0])
+
+    residuals = jax.eval_shape(lambda ws, x: jax.tree.leaves(jax.vjp(loss, ws, x)[1]), ws, x)
+    given = {(array.shape, array.dtype) for array in (*ws, x)}
+    saved = ((array.shape, array.dtype) for array in residuals if array.shape[-1:] != (1,))
+    return Counter((shape, dtype.name) for shape, dtype in saved if (shape, dtype) not in given)
+
+
+@pytest.mark.parametrize("where", ["one device", "kernels", "a mesh"])
+@pytest.mark.parametrize(
+    "recipe", thinning.kept(RECIPES, ("standard", "switchback", "int8_hadamard", "fp8_switchback"))
+)
+def test_policies_of_jax_save_16_bit_outputs(recipe, where, monkeypatch):
+    """As of Flax's layers: neither int32 sums nor rotated inputs, and the outputs of opaque kernels too."""
+    if where == "kernels":
+        opaque = lambda function, *names: (
+            lambda *arrays, **options: sequential_vmap(partial(function, **options))(*arrays)
+        )
+        monkeypatch.setattr(dispatch, "_specification", opaque)
+    x = jax.ShapeDtypeStruct((4, 256, 128), jnp.bfloat16)
+    ws = [jax.ShapeDtypeStruct((3, *shape), jnp.float32) for shape in ((128, 512), (512, 128))]
+    mesh = jax.make_mesh((2,), ("fsdp",), (AxisType.Auto,))
+    layouts = (swjax.Layout(P("fsdp")),) * 2 if where == "a mesh" else (None,) * 2
+    mlp = lambda product: lambda x, up, down: x + product(jnp.tanh(product(x, up, 0)), down, 1)
+    flax = mlp(lambda x, w, _: x @ w.astype(x.dtype))
+    ours = mlp(lambda x, w, i: swjax.switchback(x, w, recipe=recipe, layout=layouts[i]))
+    fused = lambda x, up, down: swjax.gated_mlp(
+        x, up, up, down, recipe=recipe, layouts=layouts, add_input=True
+    )
+    with jax.set_mesh(mesh) if where == "a mesh" else nullcontext():
+        for policy in (POLICIES.dots_saveable, POLICIES.dots_with_no_batch_dims_saveable):
+            assert saved_by(policy, ours, x, ws) == saved_by(policy, flax, x, ws)
+            assert {dtype for _, dtype in saved_by(policy, fused, x, ws)} == {"bfloat16"}
+
+
 @case("`jax.lax.scan` over layers, and its `jax.grad`")
 def _(recipe):
     ws = jnp.stack([W, W.T])
@@ -420,6 +465,7 @@ def test_outcome(transformation, recipe):
 BOUNDS = {
     "switchback_hadamard": ["b <= 1024", "b >= 1025"],
     "int8_hadamard": ["b <= 1024", "b >= 1025"],
+    "fp8_hadamard": ["b <= 1024", "b >= 1025"],
     "llm_int8": ["b <= 131072"],
     "llm_int8_outlier6": ["b <= 131072"],
 }

@@ -4,10 +4,12 @@ Each function takes a folder and a random generator, and returns a function that
 """
 
 import contextlib
+import importlib.util
 import io
 import json
 import os
 import random
+import shutil
 import zipfile
 from pathlib import Path
 
@@ -61,7 +63,7 @@ def configs(place: Path, rng: random.Random):
 
 
 def weights(place: Path, rng: random.Random):
-    """safetensors: header, lengths, offsets, dtypes, and the config next to it; .npz of big_vision."""
+    """safetensors: header, lengths, offsets, dtypes, and the config next to it; .npz; files of PyTorch."""
     from flax import nnx
 
     from swjax import interop
@@ -71,12 +73,15 @@ def weights(place: Path, rng: random.Random):
     cfg = clip.config("tiny", vision=tiny | {"patch_size": 8, "image_size": 16},
                       text=tiny | {"vocab_size": 50, "context_length": 4}, embed_dim=8)  # fmt: skip
     siglip = clip.config(
-        cfg, architecture="siglip", gelu="tanh", embed_dim=16, init_logit_bias=-1.0
-    )
+        cfg, architecture="siglip", gelu="tanh", embed_dim=16, init_logit_bias=-1.0,
+        vision={"resize_mode": "squash"},
+    )  # fmt: skip
     for layout in ("open_clip", "huggingface"):
         interop.save(place / layout, clip.CLIP(cfg, rngs=nnx.Rngs(0)), layout)
     for layout in ("siglip", "big_vision"):
         interop.save(place / layout, clip.CLIP(siglip, rngs=nnx.Rngs(0)), layout)
+    if importlib.util.find_spec("torch"):
+        _save_with_torch(place / "open_clip", place / "torch")
     files = {path: path.read_bytes() for path in sorted(place.rglob("*")) if path.is_file()}
 
     def bomb() -> bytes:
@@ -104,6 +109,17 @@ def weights(place: Path, rng: random.Random):
         return interop.load(path.parent).cfg.embed_dim
 
     return read
+
+
+def _save_with_torch(folder: Path, to: Path) -> None:
+    """Writes the weights and the config of open_clip's layout as open_clip did before safetensors."""
+    import torch
+    from safetensors.torch import load_file
+
+    to.mkdir()
+    shutil.copy(folder / "open_clip_config.json", to)
+    state = load_file(folder / "open_clip_model.safetensors")
+    torch.save(state, to / "open_clip_pytorch_model.bin")
 
 
 def checkpoints(place: Path, rng: random.Random):

@@ -102,14 +102,17 @@ class BlockWeightGradientWork(WeightGradientWork):
         return lax.fori_loop(0, count, add_block, nothing)
 
 
-def block_weight_gradient(x: jax.Array, g: jax.Array, **options: Any) -> jax.Array:
+def block_weight_gradient(
+    x: jax.Array, g: jax.Array, present: jax.Array | None = None, **options: Any
+) -> jax.Array:
     """`reference.block_weight_gradient`; see `block_weight_gradient_group`."""
-    return block_weight_gradient_group(x, (g,), **options)[0]
+    return block_weight_gradient_group(x, (g,), present, **options)[0]
 
 
 def block_weight_gradient_group(
     x: jax.Array,
     gs: tuple[jax.Array, ...],
+    present: jax.Array | None = None,
     *,
     dtypes: tuple[str, str],
     block: int,
@@ -127,7 +130,7 @@ def block_weight_gradient_group(
     launch: dict[str, Any] = dict(multiprocessors=multiprocessors, interpret=interpret)
     count, length = cut_into_blocks(x.shape[0], block, rotation)
     (x, x_scale), *of_gs = (
-        rotations.quantize_blocks(operand, count=count, length=length, **launch)
+        rotations.quantize_blocks(operand, present, count=count, length=length, **launch)
         for operand in (x, *gs)
     )
     x_scale /= rotation  # exact: both operands are sqrt(rotation) too large
@@ -202,15 +205,24 @@ def block_products(
     )
 
 
-def why_not_group(x: jax.Array, gs: tuple[jax.Array, ...], **options: Any) -> Unavailable | None:
+def why_not_group(
+    x: jax.Array, gs: tuple[jax.Array, ...], present: jax.Array | None = None, **options: Any
+) -> Unavailable | None:
     """Why `block_weight_gradient_group` cannot multiply these; None: it can."""
-    return why_not_alike(x, gs) or why_not(x, gs[0], **options)
+    return why_not_alike(x, gs) or why_not(x, gs[0], present, **options)
 
 
 def why_not(
-    x: jax.Array, g: jax.Array, *, dtypes: tuple[str, str], rotation: int, **_: Any
+    x: jax.Array,
+    g: jax.Array,
+    present: jax.Array | None = None,
+    *,
+    dtypes: tuple[str, str],
+    rotation: int,
+    **_: Any,
 ) -> Unavailable | None:
     """Why `block_weight_gradient` cannot multiply these; None: it can."""
+    del present  # in the dtype of x
     if dtypes != ("int8", "int8") or rotation != rotations.ROTATION:
         return Unavailable(
             f"is for int8 and rotation={rotations.ROTATION}, got {dtypes} and rotation={rotation}: "

@@ -10,8 +10,12 @@ compute; one processes the even steps, the other the odd steps::
 
 A block of rotated tokens fits neither into registers nor next to the ring, so it is computed twice. The
 tensor cores have time for that: the kernel waits for memory, which it reads once.
+
+Tokens that are not present are multiplied by zero in the ring, in the first pass. Only blocks that have such
+tokens pay for it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -97,6 +101,8 @@ class Rotation:
     Attributes:
       x: [tokens, n].
       matrix: [ROTATION, ROTATION].
+      present: [blocks of tokens * length] factors of the tokens, and absent [blocks of tokens] int32, whether
+        a factor of the block is 0; None: all factors are 1.
       values: [n, blocks of tokens * length].
       scale: [blocks of tokens, n].
       steps: number of steps of a unit.
@@ -107,6 +113,7 @@ class Rotation:
 
     x: Ref
     matrix: Ref
+    present: tuple[Ref, Ref] | None
     values: Ref
     scale: Ref
     steps: int
@@ -152,7 +159,7 @@ class Rotation:
 
         def compute_unit(unit, used):
             turns = Turns.of(warpgroup, used, self.steps)
-            absmax = self.exchange(warpgroup, lax.rem(unit, 2), self.find_largest(turns))
+            absmax = self.exchange(warpgroup, lax.rem(unit, 2), self.find_largest(unit, turns))
             self.write_scale(warpgroup, unit, absmax)
             self.write_values(warpgroup, unit, turns, LARGEST["int8"] / absmax)
             return used + self.steps
@@ -170,17 +177,39 @@ class Rotation:
 
         return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((COLUMNS, ROTATION), jnp.float32))
 
-    def find_largest(self, turns: Turns) -> jax.Array:
+    def find_largest(self, unit: jax.Array, turns: Turns) -> jax.Array:
         """Returns the largest magnitude in the steps of this warpgroup: [COLUMNS]."""
+        remove_absent = self.remover(unit, turns)
 
         def turn(i, largest):
             slot = turns.slot(i)
             plgpu.barrier_wait(self.scratch.full.at[slot])
+            remove_absent(i)
             return jnp.maximum(largest, jnp.max(jnp.abs(self.rotated(slot)), axis=1))
 
         smallest = jnp.full((COLUMNS,), SMALLEST_ABSMAX, jnp.float32)
         smallest = plgpu.layout_cast(smallest, plgpu.Layout.WGMMA.reduce(1))
         return lax.fori_loop(0, turns.total, turn, smallest)
+
+    def remover(self, unit: jax.Array, turns: Turns) -> Callable[[jax.Array], None]:
+        """Returns a function that multiplies the tokens of a turn by their factors, in the ring."""
+        if self.present is None:
+            return lambda i: None
+        present, absent = self.present
+        number, _ = self.place(unit)
+        some = absent[number] > 0
+
+        def remove(i):
+            @pl.when(some)
+            def _():
+                step = self.scratch.ring.at[turns.slot(i)]
+                tokens = pl.ds((number * self.steps + turns.step(i)) * ROTATION, ROTATION)
+                factors = pipeline.load_registers(present, tokens)
+                x = plgpu.layout_cast(step[...], plgpu.Layout.WGMMA)
+                step[...] = x * lax.broadcast_in_dim(factors, x.shape, (0,))
+                plgpu.commit_smem()
+
+        return remove
 
     def exchange(self, warpgroup: jax.Array, parity: jax.Array, largest: jax.Array) -> jax.Array:
         """Returns the larger magnitude of both warpgroups: [COLUMNS].
@@ -229,6 +258,7 @@ class Rotation:
 
 def quantize_blocks(
     x: jax.Array,
+    present: jax.Array | None = None,
     *,
     count: int,
     length: int,
@@ -239,6 +269,7 @@ def quantize_blocks(
 
     Args:
       x: [tokens, n] bfloat16 or float16; tokens is a multiple of 8, and n of COLUMNS.
+      present: [tokens] in the dtype of x, the factors 0 or 1 of the tokens; None: all are 1.
       count: number of blocks of tokens.
       length: number of tokens of a block, a multiple of ROTATION. Tokens past the last of x are zeros.
       multiprocessors, interpret: for tests.
@@ -248,12 +279,13 @@ def quantize_blocks(
     """
     n = x.shape[1]
     blocks = multiprocessors or tiles.multiprocessors()
+    factors = () if present is None else _by_block(present, count, length)
 
-    def weight_gradient_rotation_kernel(x, matrix, values, scale, *buffers):
-        block = lax.axis_index("block")
-        work = Rotation(
-            x, matrix, values, scale, length // ROTATION, blocks, block, RotationScratch(*buffers)
-        )
+    def weight_gradient_rotation_kernel(x, matrix, *refs):
+        block, of_tokens = lax.axis_index("block"), refs[: len(factors)] or None
+        values, scale, *buffers = refs[len(factors) :]
+        scratch, steps = RotationScratch(*buffers), length // ROTATION
+        work = Rotation(x, matrix, of_tokens, values, scale, steps, blocks, block, scratch)
         pipeline.specialize(work.copy, work.compute)
 
     buffers = RotationScratch(
@@ -274,4 +306,10 @@ def quantize_blocks(
     run = pipeline.kernel(
         weight_gradient_rotation_kernel, out, buffers, blocks=blocks, interpret=interpret
     )
-    return run(x, jnp.asarray(rotation_matrix(ROTATION).T, x.dtype))
+    return run(x, jnp.asarray(rotation_matrix(ROTATION).T, x.dtype), *factors)
+
+
+def _by_block(present: jax.Array, count: int, length: int) -> tuple[jax.Array, jax.Array]:
+    """The factors [count * length] of all tokens, and whether a block has a factor of 0, int32 [count]."""
+    padded = jnp.pad(present, (0, count * length - len(present)), constant_values=1)
+    return padded, jnp.any(padded.reshape(count, length) == 0, axis=1).astype(jnp.int32)

@@ -14,6 +14,7 @@ from swjax.kernels.rotations.reference import rotate
 def block_weight_gradient(
     x: jax.Array,
     g: jax.Array,
+    present: jax.Array | None = None,
     *,
     dtypes: tuple[str, str],
     block: int,
@@ -39,9 +40,14 @@ def block_weight_gradient(
     If a column contains a non-finite element, its result is not finite. The same may happen for an element
     beyond 2**121, whose rotation overflows.
 
+    A token whose g is zero, such as padding, adds nothing to the sum, but its x would enlarge the scale of
+    its block. `present` says which tokens to leave out.
+
     Args:
       x: [tokens, k] float16, bfloat16 or float32.
       g: [tokens, n] in the dtype of x.
+      present: [tokens] in the dtype of x: 0 for tokens that count as zero, whose x and g must be finite, and
+        1 for the others; None: all 1.
       dtypes: dtypes of quantized x and g, see `quantize`.
       block: largest number of tokens that share the scale of a column. All blocks have the same length, a
         multiple of `rotation`; zeros fill the last block.
@@ -58,6 +64,8 @@ def block_weight_gradient(
     """
     if not x.shape[0]:
         return jnp.zeros((x.shape[1], g.shape[1]), out_dtype)
+    if present is not None:
+        x, g = (a * present[:, None] for a in (x, g))
     x_blocks, g_blocks = (
         quantize(rotated_blocks(a, block, rotation), (1,), dtype)
         for a, dtype in zip((x, g), dtypes)
@@ -81,6 +89,7 @@ def block_weight_gradient(
 def block_weight_gradient_group(
     x: jax.Array,
     gs: tuple[jax.Array, ...],
+    present: jax.Array | None = None,
     *,
     dtypes: tuple[str, str],
     block: int,
@@ -92,7 +101,8 @@ def block_weight_gradient_group(
     Args:
       x: [tokens, k].
       gs: [tokens, n] each, in the dtype of x.
-      dtypes, block, rotation, out_dtype: see `block_weight_gradient`.
+      present, dtypes, block, rotation, out_dtype: see `block_weight_gradient`; a token is present if any of
+        its gs is.
 
     Returns:
       [k, n] in `out_dtype` for each g.
@@ -105,7 +115,7 @@ def block_weight_gradient_group(
     options: dict[str, Any] = dict(
         dtypes=dtypes, block=block, rotation=rotation, out_dtype=out_dtype
     )
-    return tuple(block_weight_gradient(x, g, **options) for g in gs)
+    return tuple(block_weight_gradient(x, g, present, **options) for g in gs)
 
 
 def cut_into_blocks(tokens: int, block: int, rotation: int) -> tuple[int, int]:

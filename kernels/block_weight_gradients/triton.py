@@ -22,10 +22,14 @@ TILE = 128  # output rows and columns per multiplying program, and tokens per st
 
 @triton.jit
 def rotated_tokens(
-    x_ptr, h, row, column, end, N: tl.constexpr
+    x_ptr, present_ptr, h, row, column, end, N: tl.constexpr, ALL: tl.constexpr
 ):  # fmt: skip
-    """Rotates some tokens of x: float32 [columns, rotated tokens], with zeros from token `end` on."""
-    inside = (row < end)[:, None] & (column < N)[None, :]
+    """Rotates some tokens of x: float32 [columns, rotated tokens], with zeros from token `end` on and, unless
+    ALL, for tokens that are absent."""
+    known = row < end
+    if not ALL:
+        known &= tl.load(present_ptr + row, mask=known, other=0.0) != 0
+    inside = known[:, None] & (column < N)[None, :]
     x = tl.load(x_ptr + row[:, None].to(tl.int64) * N + column[None, :], mask=inside, other=0.0)
     return tl.dot(tl.trans(x), h)
 
@@ -34,6 +38,7 @@ def rotated_tokens(
 def _weight_gradient_rotation_kernel(
     x_ptr,  # [M, N]
     rotation_ptr,  # [ROTATION, ROTATION]: token, rotated token
+    present_ptr,  # [M]; not read if ALL tokens are present
     values_ptr,  # [N, BLOCKS * LENGTH]
     scale_ptr,  # [BLOCKS, N]
     M: tl.constexpr,
@@ -41,6 +46,7 @@ def _weight_gradient_rotation_kernel(
     BLOCKS: tl.constexpr,
     LENGTH: tl.constexpr,  # tokens per block
     ROTATION: tl.constexpr,
+    ALL: tl.constexpr,
     LARGEST: tl.constexpr,
     INVERSE: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -57,7 +63,8 @@ def _weight_gradient_rotation_kernel(
     known = column < N
     largest = tl.zeros((BLOCK_N, ROTATION), tl.float32)
     for start in range(0, LENGTH, ROTATION):
-        rotated = rotated_tokens(x_ptr, h, first + start + token, column, M, N)
+        row = first + start + token
+        rotated = rotated_tokens(x_ptr, present_ptr, h, row, column, M, N, ALL)
         largest = nan_maximum(largest, tl.abs(rotated))
     absmax = tl.reduce(largest, 1, nan_maximum)
     absmax = nan_maximum(absmax, tl.full(absmax.shape, SMALLEST, tl.float32))
@@ -65,7 +72,7 @@ def _weight_gradient_rotation_kernel(
     factor = tl.div_rn(tl.full(absmax.shape, LARGEST, tl.float32), absmax)[:, None]
     for start in range(0, LENGTH, ROTATION):
         row = first + start + token
-        rotated = rotated_tokens(x_ptr, h, row, column, M, N)
+        rotated = rotated_tokens(x_ptr, present_ptr, h, row, column, M, N, ALL)
         values = to_quantized(rotated * factor, values_ptr.dtype.element_ty)
         at = column[:, None].to(tl.int64) * (BLOCKS * LENGTH) + row[None, :]
         tl.store(values_ptr + at, values, mask=known[:, None])
@@ -117,6 +124,7 @@ def _weight_gradient_blocks_kernel(
 def block_weight_gradient(
     x: jax.Array,
     g: jax.Array,
+    present: jax.Array | None = None,
     *,
     dtypes: tuple[str, str],
     block: int,
@@ -126,7 +134,7 @@ def block_weight_gradient(
     """`reference.block_weight_gradient` for 16-bit operands in int8, with rotations of 128 tokens."""
     cut = dict(zip(("BLOCKS", "LENGTH"), cut_into_blocks(x.shape[0], block, rotation)))
     (a, a_scale), (b, b_scale) = (
-        quantize_blocks(operand, dtype, **cut) for operand, dtype in zip((x, g), dtypes)
+        quantize_blocks(operand, present, dtype, **cut) for operand, dtype in zip((x, g), dtypes)
     )
     m, n = x.shape[1], g.shape[1]
     return launcher.call(
@@ -150,9 +158,9 @@ def block_weight_gradient(
 
 
 def quantize_blocks(
-    x: jax.Array, dtype: str, *, BLOCKS: int, LENGTH: int
+    x: jax.Array, present: jax.Array | None, dtype: str, *, BLOCKS: int, LENGTH: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Rotates the tokens of x [tokens, n], pads them with zeros to BLOCKS * LENGTH, and quantizes them.
+    """Rotates the present tokens of x [tokens, n], pads them with zeros to BLOCKS * LENGTH, and quantizes.
 
     Returns:
       Values [n, BLOCKS * LENGTH] and scales [BLOCKS, n].
@@ -161,6 +169,7 @@ def quantize_blocks(
     return launcher.call(
         x,
         jnp.asarray(rotation_matrix(ROTATION).T, x.dtype),
+        x if present is None else present,
         kernel=_weight_gradient_rotation_kernel,
         out_type=(
             jax.ShapeDtypeStruct((n, BLOCKS * LENGTH), dtype),
@@ -174,6 +183,7 @@ def quantize_blocks(
         BLOCKS=BLOCKS,
         LENGTH=LENGTH,
         ROTATION=ROTATION,
+        ALL=present is None,
         LARGEST=LARGEST[dtype],
         INVERSE=INVERSE[dtype],
         BLOCK_N=COLUMNS,
@@ -181,10 +191,10 @@ def quantize_blocks(
 
 
 def why_not(
-    x: jax.Array, g: jax.Array, *, dtypes: tuple[str, str], rotation: int, **_: Any
+    x: jax.Array, *_: jax.Array, dtypes: tuple[str, str], rotation: int, **options: Any
 ) -> Unavailable | None:
     """Returns why `block_weight_gradient` cannot multiply these operands, or None if it can."""
-    del g  # g has the dtype of x
+    del options  # other arrays have the dtype of x
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return Unavailable(f"is for 16-bit operands, got {x.dtype}: use 'xla'")
     if dtypes != ("int8", "int8") or rotation != ROTATION:

@@ -259,7 +259,7 @@ def _ragged_rotation_kernel(
     known = column < N
     largest = tl.zeros((BLOCK_N, ROTATION), tl.float32)
     for start in range(0, length, ROTATION):
-        rotated = rotated_tokens(x_ptr, h, first + start + token, column, end, N)
+        rotated = rotated_tokens(x_ptr, x_ptr, h, first + start + token, column, end, N, True)
         largest = nan_maximum(largest, tl.abs(rotated))
     absmax = tl.reduce(largest, 1, nan_maximum)
     absmax = nan_maximum(absmax, tl.full(absmax.shape, SMALLEST, tl.float32))
@@ -267,7 +267,7 @@ def _ragged_rotation_kernel(
     factor = tl.div_rn(tl.full(absmax.shape, LARGEST, tl.float32), absmax)[:, None]
     at = values_ptr + column[:, None].to(tl.int64) * LENGTH + to + token[None, :]
     for start in range(0, length, ROTATION):
-        rotated = rotated_tokens(x_ptr, h, first + start + token, column, end, N)
+        rotated = rotated_tokens(x_ptr, x_ptr, h, first + start + token, column, end, N, True)
         values = to_quantized(rotated * factor, values_ptr.dtype.element_ty)
         tl.store(at, values, mask=known[:, None])
         at += ROTATION

@@ -71,13 +71,16 @@ def rotate(x: jax.Array, rotation: int) -> jax.Array:
     return mixed.reshape(x.shape)
 
 
-def rotate_features(x: jax.Array, rotation: int, axis: int = -1) -> jax.Array:
+def rotate_features(
+    x: jax.Array, rotation: int, axis: int = -1, *, inverse: bool = False
+) -> jax.Array:
     """Multiplies each group of features by H, which keeps the norm of the group.
 
     Args:
       x: [..., n] float16, bfloat16 or float32; or [n, m] with `axis` 0.
       rotation: features per group, a power of two up to 128 that divides n.
       axis: the axis of the features, -1 or 0.
+      inverse: whether to multiply by HT, which undoes the rotation.
 
     Returns:
       An array of the shape and dtype of x; the sums are in float32, except that NVIDIA GPUs round float32
@@ -88,7 +91,8 @@ def rotate_features(x: jax.Array, rotation: int, axis: int = -1) -> jax.Array:
     """
     if rotation == 1:
         return x
-    matrix = jnp.asarray(rotation_matrix(rotation), _fast(x).dtype)
+    signs = rotation_matrix(rotation)
+    matrix = jnp.asarray(signs.T if inverse else signs, _fast(x).dtype)
     groups = _fast(x).reshape(
         *x.shape[: axis % x.ndim],
         x.shape[axis] // rotation,

@@ -36,9 +36,7 @@ def _symmetric_kernel(
     # Tiles are numbered row by row. The comparisons correct a square root that is rounded up or down.
     block_row = ((tl.sqrt(8.0 * number.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
     block_row = tl.where(block_row * (block_row + 1) // 2 > number, block_row - 1, block_row)
-    block_row = tl.where(
-        (block_row + 1) * (block_row + 2) // 2 <= number, block_row + 1, block_row
-    )
+    block_row = tl.where((block_row + 1) * (block_row + 2) // 2 <= number, block_row + 1, block_row)
     block_column = number - block_row * (block_row + 1) // 2
     row = block_row * BLOCK_M + tl.arange(0, BLOCK_M)
     column = block_column * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -68,22 +66,22 @@ def _symmetric_kernel(
     if FACTORS:
         total *= tl.load(factors_ptr + 3 * batch)
     if ADDEND:
-        addend = tl.load(
-            addend_ptr + batch.to(tl.int64) * (M * M) + at, mask=inside, other=0.0
-        ).to(tl.float32)
+        addend = tl.load(addend_ptr + batch.to(tl.int64) * (M * M) + at, mask=inside, other=0.0).to(
+            tl.float32
+        )
         if FACTORS:
             addend *= tl.load(factors_ptr + 3 * batch + 1)
         total += addend
     if FACTORS:
         identity = tl.load(factors_ptr + 3 * batch + 2)
         total += tl.where(row[:, None] == column[None, :], identity, 0.0)
+    if block_row == block_column:
+        total = tl.where(row[:, None] >= column[None, :], total, tl.trans(total))
     out = total.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + at, out, mask=inside)
     if block_row != block_column:
         mirrored = column[:, None] * M + row[None, :]
-        tl.store(
-            out_ptr + mirrored, tl.trans(out), mask=(column < M)[:, None] & (row < M)[None, :]
-        )
+        tl.store(out_ptr + mirrored, tl.trans(out), mask=(column < M)[:, None] & (row < M)[None, :])
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from swjax import data, evaluators, interop, serving
 from swjax.data import decoding
 from swjax.data.images import SHORTEST, fit
 from swjax.evaluators import embed, zeroshot
+from swjax.interop.weight_files import is_safetensors
 from swjax.models import clip
 from swjax.models.config import TextConfig, VisionConfig
 from swjax.packages import require
@@ -189,7 +190,7 @@ def load(
     path = Path(path)
     templates = TEMPLATES
     is_run = (path / "checkpoints").is_dir()
-    saved = serving.read_metadata(path) if path.is_file() and path.suffix != ".npz" else None
+    saved = serving.read_metadata(path) if path.is_file() and is_safetensors(path) else None
     if saved is not None and "config" not in saved:
         raise ValueError(
             f"{path} is a file by swjax.serving.save, which does not describe the model: build the model and "

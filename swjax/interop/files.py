@@ -1,4 +1,4 @@
-"""Reads and writes safetensors files of CLIP models; checks every tensor before reading any."""
+"""Reads weights of CLIP models, and writes safetensors; checks every tensor before reading any."""
 
 import functools
 import json
@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx, traverse_util
 
 from swjax.data import files
-from swjax.interop import big_vision, configs
+from swjax.interop import big_vision, configs, weight_files
 from swjax.interop.layouts import LAYOUTS, WeightFormat, for_our_images, for_their_images, tensors
 from swjax.models import clip
 from swjax.safe_files import parse_json, write_atomically
@@ -33,12 +33,14 @@ class NoConfig(ValueError):
 
 
 def load(path: str | Path, cfg: clip.CLIPConfig | None = None, **options: Any) -> clip.CLIP:
-    """Loads a CLIP model from safetensors in the layout of open_clip, OpenAI or Hugging Face.
+    """Loads a CLIP model from weights in the layout of open_clip, OpenAI or Hugging Face.
 
-    The tensor names determine the layout. 16-bit values are converted to float32.
+    The tensor names determine the layout. 16-bit values are converted to float32. Files of PyTorch, also
+    OpenAI's in TorchScript, are read without running their pickle.
 
     Args:
-      path: a file, or a folder that open_clip or Hugging Face wrote.
+      path: a safetensors file, a file of `torch.save` (.bin, .pt), the index of either's shards, or a folder
+        that open_clip or Hugging Face wrote.
       cfg: the model configuration; None reads the config file next to the weights, and sets float32 without
         quantization, as in those libraries.
       **options: fields of the configuration to replace, such as recipe="switchback".
@@ -47,7 +49,7 @@ def load(path: str | Path, cfg: clip.CLIPConfig | None = None, **options: Any) -
       The model, with float32 parameters on the default device.
 
     Raises:
-      FileNotFoundError: the file does not exist, or the folder has no safetensors.
+      FileNotFoundError: the file or a shard does not exist, or the folder has no weights.
       ModuleNotFoundError: safetensors is not installed.
       ValueError: the config is missing or describes another kind of model, or a tensor is missing,
         unexpected, or has another shape or dtype, or does not fit `options`. The one-line message names it.
@@ -66,6 +68,23 @@ def load(path: str | Path, cfg: clip.CLIPConfig | None = None, **options: Any) -
     values = traverse_util.unflatten_dict(parameters, sep="/")
     nnx.replace_by_pure_dict(state, jax.tree.map(jnp.asarray, values))
     return nnx.merge(graph, state)
+
+
+def configuration(path: str | Path) -> clip.CLIPConfig:
+    """Reads the configuration of a model from the file next to its weights, and no array of safetensors.
+
+    Args:
+      path: see `load`.
+
+    Raises:
+      FileNotFoundError, ModuleNotFoundError, ValueError: see `load`.
+      NoConfig: the weights have no such file.
+    """
+    if Path(path).suffix == ".npz":
+        return configs.SIGLIP.applied_to(big_vision.read(Path(path))[0])
+    file = weight_files.find(Path(path))
+    with weight_files.open_weights(file) as opened:
+        return _read_config(file, _layout_of(file, opened.keys()))[0]
 
 
 def read(
@@ -89,8 +108,8 @@ def read(
         _check_fit(path, parameters, _flat(nnx.state(_abstract(cfg or described))))
         cfg = cfg or configs.SIGLIP.applied_to(described)
         return cfg, for_our_images(parameters, configs.SIGLIP.mean, configs.SIGLIP.std)
-    path = _weights_file(Path(path))
-    with tensor_files.open_file(path) as file:
+    path = weight_files.find(Path(path))
+    with weight_files.open_weights(path) as file:
         found = {name: file.get_slice(name) for name in file.keys()}
         layout = _layout_of(path, found)
         prepared = configs.SIGLIP if layout == "siglip" else configs.Preparation()
@@ -160,29 +179,12 @@ def _flat(tree) -> dict:
     return traverse_util.flatten_dict(nnx.to_pure_dict(tree), sep="/")
 
 
-def _weights_file(path: Path) -> Path:
-    """The safetensors file at a path or in a folder."""
-    if path.is_file():
-        return path
-    if not path.is_dir():
-        raise FileNotFoundError(f"{path} does not exist: give a safetensors file or its folder")
-    for layout in LAYOUTS.values():
-        if (path / layout.weights).is_file():
-            return path / layout.weights
-    names = " nor ".join(dict.fromkeys(layout.weights for layout in LAYOUTS.values()))
-    there = ", ".join(sorted(file.name for file in path.iterdir())[:8]) or "nothing"
-    raise FileNotFoundError(
-        f"{path} holds neither {names}, only {there}: give the file itself, or save pickled "
-        f"weights (.bin, .pt), which swjax does not read, as safetensors with their library"
-    )
-
-
 def _layout_of(path: Path, names: Iterable[str]) -> str:
     # Hugging Face's two layouts share most names.
     for name in ("siglip", "open_clip", "huggingface"):
         if LAYOUTS[name].marker in names:
             return name
-    if read_metadata(path) is not None:
+    if weight_files.is_safetensors(path) and read_metadata(path) is not None:
         raise ValueError(
             f"{path} was saved by swjax, not by another library: give what it was "
             "saved from, such as a run's workdir, or convert its model by swjax.interop.save"

@@ -340,6 +340,8 @@ def _layer(
     x, w, sharding: Sharding, *, addend, recipe, out_dtype, precision, implementation
 ) -> Layer:
     recipe = _rotating(recipes.get(recipe, weight_array(w).shape), w, sharding)
+    if isinstance(w, QTensor):
+        recipe = recipe.with_constant_weight()
     auto.warn_if_slow(recipe.dtypes, recipe.in_blocks)
     dispatch.check_products(implementation, _products(recipe))
     kind = jnp.inexact if jnp.iscomplexobj(x) else jnp.floating

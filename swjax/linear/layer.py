@@ -8,6 +8,7 @@ the block quantizer of weight gradients.
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeGuard
 
 import jax
@@ -55,6 +56,12 @@ class Layer:
         if fwd is None or dgrad is None:
             return False
         return fwd.rhs == dgrad.rhs and fwd.rhs.scope == "tensor" and fwd.rhs.rotation == 1
+
+    @property
+    def rotated_weight(self) -> int:
+        """The rotation along k of a weight that is quantized already; 1 for no rotation."""
+        fwd = self.recipe.fwd
+        return 1 if self.w_dtype or fwd is None else fwd.rhs.rotation
 
     @property
     def reads_last_axis(self) -> bool:
@@ -120,19 +127,12 @@ def read(
     known = [Operand(quantized=operand.quantized), Operand(transposed=operand.transposed)]
     known = [] if quantizer.in_blocks else known
     for only in reversed(known) if axis == 0 else known:
-        if axis == -1 and only.transposed is not None and quantizer.rotation > 1:
-            continue  # it is rotated along the other axis
         q, along = stored(only, axis)
         if q is None or q.values.dtype != quantizer.dtype or q.scale.shape[along] != 1:
             continue
         if axis == -1 or q.values.ndim == 2:
             return only
     array = as_array(operand, "float32") if operand.array is None else operand.array
-    if quantizer.rotation > 1 and operand.array is None:
-        raise ValueError(
-            "the input gradient of a recipe that rotates features needs w itself, got a quantized w: pass w, "
-            "or a recipe without rotation"
-        )
     if quantizer.in_blocks:
         return Operand(quantized=quantize_in_blocks(quantizer, array, spec, axis, layer))
     transpose = axis == 0 and layer.reads_last_axis
@@ -208,8 +208,7 @@ def quantize_in_blocks(
     both operands of the weight gradient alike.
     """
     sharding, whole = layer.sharding, as_matrix(spec, False) if axis == 0 else spec
-    square, rotation = quantizer.scope == "square", quantizer.rotation
-    dtype = "float32" if quantizer.scale == "float32" else "bfloat16"
+    rotation = quantizer.rotation
 
     def step(x):
         if axis == 0:
@@ -220,14 +219,27 @@ def quantize_in_blocks(
         if sharding.sharded_axes(*whole):
             absmax = reference.absolute_maximum(x, tuple(range(x.ndim)))
             absmax = sharding.maximum(absmax, *whole)
-        options: dict[str, Any] = {"dtype": quantizer.dtype, "scale": quantizer.scale}
-        blocks = quantize_blocks(
-            x, axis, block=quantizer.block, square=square, absmax=absmax, **options
-        )
-        return emulated(blocks, axis, quantizer.block, square=square, dtype=dtype)
+        return _in_blocks(x, absmax, axis, quantizer)
 
     specs = quantized_specs(whole, Spec(() for _ in whole))
     return sharding.map_shards(step, (x,), (spec,), specs)
+
+
+# One program also outside `jax.jit`, instead of one for each of its 40 operations.
+@partial(jax.jit, static_argnames=("axis", "quantizer"))
+def _in_blocks(x: jax.Array, absmax: jax.Array | None, axis: int, quantizer: Quantizer) -> QTensor:
+    block, square = quantizer.block, quantizer.scope == "square"
+    blocks = quantize_blocks(
+        x,
+        axis,
+        dtype=quantizer.dtype,
+        block=block,
+        scale=quantizer.scale,
+        square=square,
+        absmax=absmax,
+    )
+    dtype = "float32" if quantizer.scale == "float32" else "bfloat16"
+    return emulated(blocks, axis, block, square=square, dtype=dtype)
 
 
 def rotated_tokens(x: jax.Array, rotation: int) -> jax.Array:

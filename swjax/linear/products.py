@@ -5,15 +5,17 @@ follow it. Products and quantizers are separate steps, so that `jax.checkpoint` 
 them.
 """
 
+import functools
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from swjax.kernels import dispatch, reference
+from swjax.kernels.formats import INVERSE, SMALLEST_ABSMAX
 from swjax.kernels.reference import QTensor
 from swjax.linear.layer import (
     Layer,
@@ -30,6 +32,13 @@ from swjax.linear.layouts import Spec
 from swjax.recipes import LONGEST_INT8_SUM, Product
 
 Layers = tuple[Layer, ...]  # one per weight; the settings of the input are those of the first
+
+
+class RowScales(NamedTuple):
+    """The scales [..., 1] of the rows of quantized x and of each g; None for one that is not quantized so."""
+
+    x: jax.Array | None
+    gs: tuple[jax.Array | None, ...]
 
 
 def output(
@@ -71,7 +80,8 @@ def input_gradients(
     """
     first, dgrad = layers[0], layers[0].recipe.dgrad
     outliers = dgrad is not None and dgrad.outlier_threshold
-    alike = len({(layer.sharding, layer.recipe) for layer in layers}) == 1
+    kinds = {(layer.sharding, layer.recipe, layer.rotated_weight) for layer in layers}
+    alike = len(kinds) == 1
     if not outliers and alike:
         return _multiply_input_gradients(dgrad, gs, first.dtype, ws=ws, layer=first)
 
@@ -83,6 +93,14 @@ def input_gradients(
         return _with_outliers(multiply, dgrad, g, layer.sharding.y, layer.dtype, layer)[0]
 
     return tuple(map(of_layer, gs, ws, layers))
+
+
+def read_gradient(g: Operand, layer: Layer) -> Operand:
+    """g with the quantized form that the input gradient reads, if rows share its scales."""
+    dgrad = layer.recipe.dgrad
+    if dgrad is None or dgrad.lhs.scope != "row" or dgrad.outlier_threshold:
+        return g
+    return g._replace(quantized=read(dgrad.lhs, g, layer.sharding.y, -1, layer).quantized)
 
 
 def _multiply_input_gradients(product: Product | None, gs, out_dtype: str, *, ws, layer: Layer):
@@ -98,30 +116,58 @@ def _multiply_input_gradients(product: Product | None, gs, out_dtype: str, *, ws
         dxs = _products_or_sum(gs, ws, axes=(-1, -1), layer=layer, out_dtype=out_dtype)
         if len(dxs) > 1 and sharding.sharded_axes(sharding.n):
             dxs = (add(*dxs),)
-        return sharding.sum(dxs, sharding.n)
+        dxs = sharding.sum(dxs, sharding.n)
+        # g (H w)T = (g wT) HT
+        rotation = layer.rotated_weight
+        return tuple(reference.rotate_features(dx, rotation, inverse=True) for dx in dxs)
 
     return sharding.map_shards(step, (gs, ws), (g_specs, w_specs), sharding.x)
 
 
 def weight_gradients(
-    x: Operand, gs: tuple[Operand, ...], layers: Layers
+    x: Operand, gs: tuple[Operand, ...], scales: RowScales, layers: Layers
 ) -> tuple[jax.Array | None, ...]:
     """dw = xT g of each layer in its `w_dtype`; None for a quantized weight.
 
-    They are reduce-scattered over the axes that shard tokens and w, and all-reduced over the others.
+    They are reduce-scattered over the axes that shard tokens and w, and all-reduced over the others. In an
+    8-bit product with a scale for each block of tokens, x counts as zero where all gs are, and g where x is.
     """
     first, dws = layers[0], dict.fromkeys(range(len(layers)))
     kinds = dict.fromkeys((layer.sharding, layer.w_dtype) for layer in layers if layer.w_dtype)
     for sharding, dtype in kinds:
         alike = [i for i in dws if (layers[i].sharding, layers[i].w_dtype) == (sharding, dtype)]
         layer = layers[alike[0]]
-        multiply = partial(_multiply_weight_gradients, gs=[gs[i] for i in alike], layer=layer)
-        of_kind = _with_outliers(multiply, first.recipe.wgrad, x, sharding.x, dtype, layer)
-        dws |= zip(alike, of_kind)
+        present = _present(RowScales(scales.x, tuple(scales.gs[i] for i in alike)), layer)
+        multiply = partial(
+            _multiply_weight_gradients, gs=[gs[i] for i in alike], present=present, layer=layer
+        )
+        found = _with_outliers(multiply, first.recipe.wgrad, x, sharding.x, dtype, layer)
+        dws |= zip(alike, found)
     return tuple(dws.values())
 
 
-def _multiply_weight_gradients(product: Product | None, x, out_dtype: str, *, gs, layer: Layer):
+def _present(scales: RowScales, layer: Layer) -> jax.Array | None:
+    """[..., 1] in the dtype of x: 0 for tokens whose x or gs are zero, 1 for others; None: not known.
+
+    A row of zeros has the smallest scale. So have rows with magnitudes up to 2**-92, which the scales of
+    other products round away as well. A token with NaN or an infinity is present.
+    """
+    recipe, known = layer.recipe, [scale for scale in scales.gs if scale is not None]
+    if recipe.wgrad is None or recipe.wgrad.lhs.scope != "block":
+        return None
+    if scales.x is None or len(known) < len(scales.gs):
+        return None
+    assert recipe.fwd is not None and recipe.dgrad is not None, "quantized arrays have scales"
+    smallest = lambda product: SMALLEST_ABSMAX * INVERSE[product.lhs.dtype]
+    g = functools.reduce(jnp.maximum, known)  # a NaN stays
+    x_is_zero, g_is_zero = scales.x <= smallest(recipe.fwd), g <= smallest(recipe.dgrad)
+    absent = (x_is_zero | g_is_zero) & jnp.isfinite(scales.x) & jnp.isfinite(g)
+    return (~absent).astype(layer.dtype)
+
+
+def _multiply_weight_gradients(
+    product: Product | None, x, out_dtype: str, *, gs, present: jax.Array | None, layer: Layer
+):
     """dw = xT g of each g. With blocks, each device quantizes its own tokens."""
     sharding = layer.sharding
     block_product = product if product is not None and product.lhs.scope == "block" else None
@@ -130,13 +176,13 @@ def _multiply_weight_gradients(product: Product | None, x, out_dtype: str, *, gs
     gs = tuple(read(rhs, g, sharding.y, 0, layer) for g in gs)
     reduce_dtype = sharding.reduce_dtype if sharding.sharded_axes(sharding.token_axes) else None
 
-    def step(x, gs):
-        dws = _sums_over_tokens(x, gs, block_product, layer, reduce_dtype or out_dtype)
+    def step(x, gs, present):
+        dws = _sums_over_tokens(x, gs, present, block_product, layer, reduce_dtype or out_dtype)
         return tuple(sharding.scatter_sum(dw).astype(out_dtype) for dw in dws)
 
     g_specs = tuple(specs_of_operand(g, sharding.y) for g in gs)
-    specs = specs_of_operand(x, sharding.x), g_specs
-    return sharding.map_shards(step, (x, gs), specs, sharding.w)
+    specs = specs_of_operand(x, sharding.x), g_specs, Spec((*sharding.tokens, ()))
+    return sharding.map_shards(step, (x, gs, present), specs, sharding.w)
 
 
 def _with_outliers(
@@ -240,6 +286,7 @@ def _sum_fits_int32(a: QTensor, axis: int) -> bool:
 def _sums_over_tokens(
     x: Operand,
     gs: tuple[Operand, ...],
+    present: jax.Array | None,
     block_product: Product | None,
     layer: Layer,
     out_dtype: str,
@@ -260,6 +307,8 @@ def _sums_over_tokens(
         f"{operation}_group",
     )
     chosen = {"implementation": layer.implementation}
-    if len(gs) > 1 and dispatch.has_kernel(group, *rows, **options, **chosen):
-        return dispatch.run(group, *rows, **options, **chosen)
-    return tuple(dispatch.run(operation, rows[0], g, **options, **chosen) for g in rows[1])
+    factors = () if present is None else (present.reshape(-1),)
+    if len(gs) > 1 and dispatch.has_kernel(group, *rows, *factors, **options, **chosen):
+        return dispatch.run(group, *rows, *factors, **options, **chosen)
+    run = partial(dispatch.run, operation, **options, **chosen)
+    return tuple(run(rows[0], g, *factors) for g in rows[1])

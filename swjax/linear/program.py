@@ -5,6 +5,7 @@
 """
 
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,10 +14,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from swjax import recipes
 from swjax.linear.contraction import dot_general
 from swjax.linear.conversion import TAKES_NONE, UNMATCHED, Matrix
+from swjax.linear.layouts import TOKENS, known_spec
 from swjax.linear.program_plan import Choice, Origin, Planner
 from swjax.linear.program_report import ProgramReport
 from swjax.linear.program_run import Plan, run
@@ -34,6 +37,8 @@ class Quantized:
     fn: Callable
     rules: str | Mapping[str, str | Recipe] = field(hash=False)
     implementation: str | None = None
+    specs: Mapping[str, P] = field(default_factory=dict, hash=False)
+    tokens: P = TOKENS
 
     def __call__(self, params: Any, *args: Any, **kwargs: Any) -> Any:
         """Returns `fn(params, *args, **kwargs)`; arguments that are not arrays are static."""
@@ -51,7 +56,9 @@ class Quantized:
     def _planned(self, params, args, kwargs, groups=False):
         program = _traced(self.fn, params, args, kwargs)
         choices = _choices(self.rules, [path for path, _ in program.parameters])
-        plan, planner = program.planned(choices, self.implementation, groups)
+        specs = {**_specs(params, self.tokens), **self.specs}
+        planner = Planner(choices, self.implementation, specs, self.tokens, groups)
+        plan = program.planned(planner)
         return plan, planner, program.values, program.out
 
 
@@ -70,17 +77,14 @@ class _Program(NamedTuple):
     parameters: list[tuple[str, Any]]
     out: Any
 
-    def planned(
-        self,
-        choices: Mapping[str, Choice],
-        implementation: str | None = None,
-        groups: bool = False,
-    ) -> tuple[Plan, Planner]:
+    def planned(self, planner: Planner) -> Plan:
         """Plans the program; the planner lists the products."""
-        planner = Planner(choices, implementation, groups)
-        origins: list[Origin | None] = [Origin((path,), w.dtype) for path, w in self.parameters]
+        origins: list[Origin | None] = [
+            Origin((path,), w.dtype, "", _entries(planner.specs.get(path), w.ndim))
+            for path, w in self.parameters
+        ]
         origins += [None] * (len(self.values) - len(origins))
-        return planner.plan(self.jaxpr, origins), planner
+        return planner.plan(self.jaxpr, origins)
 
 
 def _traced(fn: Callable, params: Any, args: tuple, kwargs: dict) -> _Program:
@@ -118,11 +122,14 @@ def products_of(
         if matrix.recipe is not None:
             plain = matrix.recipe.fwd is None
             reason = "its recipe has no 8-bit forward product" if plain else _REACHED[1]
+            reason = matrix.reason or reason  # no layout
         name = f"{matrix.path}/{matrix.name}".lstrip("/")
         for path in choices:
             if re.fullmatch(rf"(?:params/)?{re.escape(name)}(?:/(?:values|scale|0|1))?", path):
                 choices[path] = Choice(None, reason, matrix.recipe)
-    report = program.planned(choices)[1].products
+    planner = Planner(choices, None, {})
+    program.planned(planner)
+    report = planner.products
     more = sum(product.flops for product in report if product.reason in _REACHED)
     if more:
         share = more / sum(product.flops for product in report)
@@ -140,6 +147,8 @@ def quantized(
     rules: str | Mapping[str, str | Recipe] = "llm",
     *,
     implementation: str | None = None,
+    sharded_like: Any = None,
+    tokens: P = TOKENS,
 ) -> Quantized:
     """Returns `fn` with every product of an activation and a parameter computed by a recipe.
 
@@ -164,6 +173,11 @@ def quantized(
         products but those of routers, gates of experts, norms, embeddings and heads, that is
         ``{swjax.KEPT_IN_LLMS: "standard", ".*": "switchback"}``; there a `gate` beside an `up` is an MLP's.
       implementation: see `swjax.kernels.dispatch`; None chooses.
+      sharded_like: a tree with the paths of the parameters: arrays, `jax.ShapeDtypeStruct`s with shardings,
+        shardings or PartitionSpecs. On meshes with axes of type Auto, kernels need them, because inside
+        `jax.jit` arrays do not show their sharding. None reads Flax's metadata. `report` lists the products
+        that run through XLA.
+      tokens: PartitionSpec of the leading dimensions of activations there, see `swjax.Layout`.
 
     Returns:
       A function with the arguments of `fn`, and a method `report` with the same arguments.
@@ -187,16 +201,54 @@ def quantized(
     dot_general(implementation=implementation)  # refuses one that does not exist
     if rules != "llm":
         recipes.get_all(rules)  # type: ignore[arg-type]  # it refuses other types
-    return Quantized(fn, rules, implementation)
+    return Quantized(fn, rules, implementation, _specs(sharded_like, tokens), tokens)
 
 
 def _named(params: Any) -> list[tuple[str, Any]]:
     """The path and the leaf of each parameter; that of a Flax variable has no "value" at its end."""
 
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
-    names = [path.removesuffix("/raw_value").removesuffix("/value") for path in paths]
-    return [(name, leaf) for name, (_, leaf) in zip(names, leaves)]
+    return [(_name(path), leaf) for path, leaf in leaves]
+
+
+def _name(path: Any) -> str:
+    name = jax.tree_util.keystr(path, simple=True, separator="/")
+    return name.removesuffix("/raw_value").removesuffix("/value")
+
+
+def _specs(tree: Any, tokens: P) -> dict[str, P]:
+    """The PartitionSpec of each parameter that has one: that of Flax's metadata, or of its array.
+
+    Arrays count only on meshes with an axis of `tokens`, which otherwise does not say how tokens are sharded.
+    """
+    is_leaf = lambda node: _metadata(node) is not None
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
+    axes = {
+        axis for entry in tokens for axis in ((entry,) if isinstance(entry, str) else entry or ())
+    }
+    specs = {}
+    for path, leaf in leaves:
+        spec = _metadata(leaf)
+        if spec is None and (spec := known_spec(leaf)) is not None:
+            mesh = getattr(getattr(leaf, "sharding", leaf), "mesh", None)
+            spec = spec if mesh is None or axes & {*mesh.axis_names} else None
+        if spec is not None:
+            specs[_name(path)] = spec
+    return specs
+
+
+def _metadata(node: Any) -> P | None:
+    """The PartitionSpec in the metadata of a Flax variable; None if it has none."""
+    nnx, linen = (sys.modules.get(name) for name in ("flax.nnx", "flax.linen"))
+    if nnx and isinstance(node, nnx.Variable) and node.get_metadata("out_sharding", None):
+        return nnx.get_partition_spec(node).get_value()
+    if linen and type(node) is linen.Partitioned:
+        return node.get_partition_spec()
+    return None
+
+
+def _entries(spec: P | None, ndim: int) -> tuple | None:
+    return None if spec is None else (*spec, *(None,) * ndim)[:ndim]
 
 
 # --- rules -----------------------------------------------------------------------------------------------

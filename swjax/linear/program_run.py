@@ -6,7 +6,7 @@ Each version of JAX has its own parameters of the operations that run other jaxp
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from jax.extend import core
 from jax.sharding import Sharding
 
 from swjax.linear.contraction import dot_general
+from swjax.linear.layouts import Layout
 from swjax.linear.program_report import TracedProduct, unsupported
 from swjax.linear.ragged import ragged_switchback
 from swjax.recipes import Recipe
@@ -68,7 +69,7 @@ class Plan(NamedTuple):
         return any(step.execute not in (as_it_is, move) for step in self.steps)
 
     def grouped(self, known: "dict[tuple, Callable]") -> "Plan":
-        """Returns the plan with equations that run as they are in groups; JAX traces those of equal layers once.
+        """The plan with equations that run as they are in groups; JAX traces those of equal layers once.
 
         Args:
           known: {what determines a group: its function}; groups are added.
@@ -213,9 +214,9 @@ def move(step: Step, values: Arrays, stored: Arrays) -> tuple[Arrays, Arrays]:
 
 
 @cache
-def _product(recipe, implementation, dimension_numbers, precision, preferred) -> Callable:
+def _product(recipe, implementation, layout, dimension_numbers, precision, preferred) -> Callable:
     """A product, jitted so that JAX traces those of equal shapes once."""
-    multiply = dot_general(recipe, implementation=implementation)
+    multiply = dot_general(recipe, implementation=implementation, layout=layout)
 
     @jax.jit
     def quantized_product(x, w):
@@ -233,17 +234,24 @@ def multiply(
     recipe: Recipe,
     implementation: str | None,
     at: int,
+    layout: Layout | None,
+    order: Sequence[int],
 ) -> tuple[Arrays, Arrays]:
-    """Computes a `dot_general`, whose operand `at` is a parameter, by a recipe."""
+    """Computes a `dot_general`, whose operand `at` is a parameter, by a recipe.
+
+    `order` is that of the contracted axes in the matrix of `layout`.
+    """
     like: Any = step.eqn.outvars[0].aval
     params = step.eqn.params
     x, w = values[1 - at], stored[at]
     contracted, batch = params["dimension_numbers"]
     if at == 0:
         contracted, batch = contracted[::-1], batch[::-1]
+    contracted = tuple(tuple(axes[i] for i in order) for axes in contracted)
     options = {key: params[key] for key in ("precision", "preferred_element_type")}
     try:
-        y = _product(recipe, implementation, (contracted, batch), *options.values())(x, w)
+        product_of = partial(_product, recipe, implementation, layout, (contracted, batch))
+        y = product_of(*options.values())(x, w)
     except ValueError as error:
         raise unsupported(product, error) from error
     if at == 0:  # [*batch, *rows, *columns] to [*batch, *columns, *rows]
@@ -306,6 +314,7 @@ class Call(NamedTuple):
       carried: the operands that the first results of the first body replace in the next iteration.
       times: number of iterations, or of devices.
       alternatives: whether each body computes the results; otherwise the first does.
+      sliced: the operands of which each iteration receives a slice along the first axis.
     """
 
     bodies: tuple
@@ -313,6 +322,7 @@ class Call(NamedTuple):
     carried: Sequence[int] = ()
     times: int = 1
     alternatives: bool = False
+    sliced: Sequence[int] = ()
 
 
 def _differing(values: Arrays, stored: Arrays) -> Arrays:
@@ -356,7 +366,8 @@ def _scan_sizes(eqn) -> tuple[int, int]:
 def _read_scan(eqn) -> Call:
     first, count = _scan_sizes(eqn)
     operands, carried = range(len(eqn.invars)), range(first, first + count)
-    return Call((eqn.params["jaxpr"],), (operands,), carried, eqn.params["length"])
+    sliced = range(first + count, len(eqn.invars))
+    return Call((eqn.params["jaxpr"],), (operands,), carried, eqn.params["length"], sliced=sliced)
 
 
 def _scan(step: Step, values: Arrays, stored: Arrays) -> tuple[Arrays, Arrays]:

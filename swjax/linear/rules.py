@@ -17,7 +17,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from swjax.kernels import dispatch
-from swjax.kernels.reference import QTensor
+from swjax.kernels.reference import QTensor, rotate_features
 from swjax.linear.interception import without_interception
 from swjax.linear.layer import (
     Layer,
@@ -34,7 +34,14 @@ from swjax.linear.layer import (
     to_bytes,
 )
 from swjax.linear.layouts import Spec
-from swjax.linear.products import Layers, input_gradients, output, weight_gradients
+from swjax.linear.products import (
+    Layers,
+    RowScales,
+    input_gradients,
+    output,
+    read_gradient,
+    weight_gradients,
+)
 from swjax.linear.prologues import Gated, Prologue, apply, apply_backward, input_spec
 from swjax.recipes import Recipe
 
@@ -61,12 +68,14 @@ class Saved(NamedTuple):
 
     Attributes:
       x: the form that the weight gradient reads; empty if the prologue's backward pass recomputes it.
+      x_scale: the scales of the rows of the quantized x, if an 8-bit weight gradient reads x itself, or None.
       ws: for each layer, the forms that the input gradient reads.
       inputs: x if there is a prologue, and the prologue; of the biases only the dtypes are read. The rest is
         for derivatives of the backward pass: compilers remove arrays that nothing reads.
     """
 
     x: Operand
+    x_scale: jax.Array | None
     ws: tuple[Operand, ...]
     inputs: LayerArrays
 
@@ -81,7 +90,19 @@ def forward(
     x = _quantized_input(inputs.x, inputs.prologue, layers[0])
     ws = tuple(map(_quantized_weight, inputs.ws, layers))
     ys = tuple(map(partial(output, x), ws, inputs.biases, addends, layers))
+    if layers[0].recipe.fwd is not None:
+        ys = tuple(map(_as_product, ys))
     return ys, x, ws
+
+
+def _as_product(y: jax.Array) -> jax.Array:
+    """Returns y as the result of a `jax.lax.dot_general`, for JAX's own policies of `jax.checkpoint`.
+
+    `dots_saveable` and the like save the results of that operation. Of a quantized product they would save
+    the int32 sums, and they do not see a kernel at all. XLA removes the product with one.
+    """
+    no_axes = (((), ()), ((), ()))
+    return lax.dot_general(y, jnp.ones((), y.dtype), no_axes, precision=lax.Precision.HIGHEST)
 
 
 def _quantized_input(x: Any, prologue: Prologue | Gated | None, layer: Layer) -> Operand:
@@ -115,14 +136,17 @@ def _quantized_weight(w: jax.Array | QTensor, layer: Layer) -> Operand:
 
 def _save(inputs: LayerArrays, x: Operand, ws: tuple[Operand, ...], layers: Layers) -> Saved:
     """Selects the arrays to save; saves high-precision arrays as given, because a cast would be a copy."""
-    save_quantized = layers[0].recipe.save_quantized
+    save_quantized, wgrad = layers[0].recipe.save_quantized, layers[0].recipe.wgrad
+    x_scale = None
+    if wgrad is not None and wgrad.lhs.scope == "block" and x.quantized is not None:
+        x_scale = checkpoint_name(_as_product(x.quantized.scale), "swjax_x_scale")
     if inputs.prologue is not None:
         x = Operand(None if save_quantized else x.array)
     else:
         x = Operand(quantized=x.quantized) if save_quantized else Operand(inputs.x)
     ws = tuple(map(_saved_weight, inputs.ws, ws, layers))
     x, ws = jax.tree.map(to_bytes, (x, ws))
-    return Saved(x, ws, _kept(inputs))
+    return Saved(x, x_scale, ws, _kept(inputs))
 
 
 def _saved_weight(w: jax.Array | QTensor, forms: Operand, layer: Layer) -> Operand:
@@ -154,13 +178,14 @@ def backward(
     That of x is a tuple: an `Operand` for each array. `residual_gradient` is added to the gradient of x; a
     prologue quantizes the sum to `quantize_to` if it can.
     """
-    x, ws, (before_prologue, _, biases, prologue) = _from_bytes(saved, layers)
+    x, x_scale, ws, (before_prologue, _, biases, prologue) = _from_bytes(saved, layers)
     if x.quantized is not None:
         # Without the barrier, XLA dequantizes x in the forward pass and saves the high-precision array.
         x, gradients, residual_gradient = lax.optimization_barrier(
             (x, gradients, residual_gradient)
         )
     gs, dbiases = zip(*map(_bias_gradient, gradients, biases, layers))
+    gs = tuple(map(read_gradient, gs, layers))
     dxs = input_gradients(gs, ws, layers)
     if prologue is None:
         dx: tuple[Operand, ...] = (Operand(add(*dxs, residual_gradient)),)
@@ -173,7 +198,8 @@ def backward(
             prologue, before_prologue, dxs, residual_gradient, layers[0], **options
         )
         x = Operand(recomputed) if recompute else x
-    dws = weight_gradients(x, tuple(Operand(g.array) for g in gs), layers)
+    scales = RowScales(x_scale, tuple(g.quantized.scale if g.quantized else None for g in gs))
+    dws = weight_gradients(x, tuple(Operand(g.array) for g in gs), scales, layers)
     return LayerArrays(dx, dws, dbiases, dprologue)
 
 
@@ -203,7 +229,7 @@ def _from_bytes(saved: Saved, layers: Layers) -> Saved:
         return saved
     x = jax.tree.map(lambda a: from_bytes(a, fwd.lhs.dtype), saved.x)
     ws = jax.tree.map(lambda a: from_bytes(a, fwd.rhs.dtype), saved.ws)
-    return Saved(x, ws, saved.inputs)
+    return Saved(x, saved.x_scale, ws, saved.inputs)
 
 
 # --- layers of one input ------------------------------------------------------------------------------
@@ -392,7 +418,7 @@ def _restored(kept: LayerArrays, saved: Saved, layers: Layers) -> LayerArrays:
     """The inputs in the backward pass; arrays that were saved quantized are dequantized."""
     if kept.ws[0] is not None:
         return kept
-    x, ws, _ = _from_bytes(saved, layers)
+    x, _, ws, _ = _from_bytes(saved, layers)
     return kept._replace(
         x=as_array(x, layers[0].dtype) if kept.x is None else kept.x,
         ws=tuple(
@@ -404,8 +430,18 @@ def _restored(kept: LayerArrays, saved: Saved, layers: Layers) -> LayerArrays:
 
 def _exact_outputs(layers: Layers, inputs: LayerArrays, addends: Addends) -> tuple[jax.Array, ...]:
     """The outputs without quantization, which JAX differentiates."""
-    exact = (replace(layer, recipe=Recipe(), implementation="xla") for layer in layers)
-    return forward(inputs, addends, tuple(exact))[0]
+    exact = tuple(replace(layer, recipe=Recipe(), implementation="xla") for layer in layers)
+    ws = tuple(map(_exact_weight, inputs.ws, layers))
+    return forward(inputs._replace(ws=ws), addends, exact)[0]
+
+
+def _exact_weight(w: jax.Array | QTensor, layer: Layer) -> jax.Array | QTensor:
+    """The weight that a layer without quantization multiplies."""
+    if not isinstance(w, QTensor) or layer.rotated_weight == 1:
+        return w
+    return rotate_features(
+        as_array(Operand(transposed=w), "float32"), layer.rotated_weight, 0, inverse=True
+    )
 
 
 def _exact_mlp(layers: MLPLayers, add_input: bool, inputs: LayerArrays, inputs2: LayerArrays):

@@ -5,6 +5,7 @@
 """
 
 from swjax.optax.convert import from_adamw_state
+from swjax.optax.eight_bits import EightBitMomentsState, eight_bit_moments
 from swjax.optax.matrices import guess_matrices, stacked_axes
 from swjax.optax.orthogonal import muon
 from swjax.optax.rms import adamw_rms_by_path, rms_by_path
@@ -22,11 +23,13 @@ from swjax.optax.tensors import TensorValues, path_name
 
 __all__ = [
     "DynamicLossScaleState",
+    "EightBitMomentsState",
     "PerTensorGuardState",
     "StableAdamWState",
     "TensorValues",
     "adamw_rms_by_path",
     "dynamic_loss_scale",
+    "eight_bit_moments",
     "from_adamw_state",
     "guess_matrices",
     "loss_scale",

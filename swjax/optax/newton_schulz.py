@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from swjax.kernels import dispatch
+from swjax.kernels.symmetric.reference import rounded
 
 Reshard = Callable[[jax.Array], jax.Array]
 
@@ -43,7 +44,7 @@ _GRAM_SCALE = 2.0**10
 _ITERATE_SCALE = 2.0**6
 
 # Steps on one Gram matrix, in turn; the last number repeats. A Gram matrix squares the condition, and its
-# error grows with each step on it: benchmarks/notes/accuracy.md, "Gram matrices of Muon".
+# error grows with each step on it: see "Gram matrices of Muon" in benchmarks/notes/accuracy.md.
 _SEGMENTS = {"float16": (2, 3)}
 _OTHER_SEGMENTS = (2,)
 
@@ -55,8 +56,8 @@ _LONG = 1.5
 def coefficients_of(name: str, steps: int) -> jax.Array:
     """The coefficients of each step, [3] if all steps have the same, otherwise [steps, 3] float32.
 
-    >>> coefficients_of("polar_express", 2)[1].round(3).tolist()
-    [4.065999984741211, -2.861000061035156, 0.5180000066757202]
+    >>> coefficients_of("polar_express", 2)[1].round(3)
+    Array([ 4.066, -2.861,  0.518], dtype=float32)
     """
     table = COEFFICIENTS[name]
     if len(table) == 1:
@@ -150,7 +151,7 @@ def _with_unit_elements(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     if not x.size:
         return x.astype(dtype)
     largest = jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True)
-    return (x / jnp.where(largest > 0, largest, 1)).astype(dtype)
+    return rounded(x / jnp.where(largest > 0, largest, 1), dtype)
 
 
 # Compiled, because the constraints of `_resharding` need jax.jit.
@@ -168,10 +169,10 @@ def _orthogonalize(
     # On an explicit mesh, JAX refuses products along a sharded axis, also of one device.
     spec = _without_single_devices(given)
     x = x if spec == given.spec else jax.reshard(x, spec)
-    replicate, shard, restore = _resharding(x)
-    x = shard(replicate(x).reshape(-1, *shape[-2:]))
+    replicate, on_shares, restore = _resharding(x)
     table = jnp.broadcast_to(coefficients.astype(jnp.float32), (steps, 3))
-    x = iterate(x, table, implementation)
+    run = functools.partial(iterate, implementation=implementation)
+    x = on_shares(run, replicate(x).reshape(-1, *shape[-2:]), table)
     x = restore(replicate(x).reshape(shape)).astype(jnp.float32) / _ITERATE_SCALE
     return x if spec == given.spec else jax.reshard(x, given)
 
@@ -180,8 +181,8 @@ def iterate(x: jax.Array, table: jax.Array, implementation: str | None = None) -
     """Newton-Schulz iterations X <- (a + b G + c G²) X with the Gram matrix G of the short side of X.
 
     With P = a + b G + c G², the Gram matrix of P X is P G P. So several steps need no product with X but one
-    with Q, the product of their polynomials. All these matrices are symmetric and commute, so their products
-    are symmetric too.
+    with Q, the product of their polynomials. P, Q and G are symmetric, and commute. One rounded P enters both
+    Q and G, so that G stays the Gram matrix of Q X: the rounding of P exceeds small eigenvalues of G.
 
     Args:
       x: [batch, m, n], with elements of at most 1.
@@ -221,8 +222,10 @@ def iterate(x: jax.Array, table: jax.Array, implementation: str | None = None) -
             else:
                 q = symmetric(q, p)
             if not is_last:
-                gram = symmetric(symmetric(gram, p), p)
-        x = jnp.einsum(times_x, q, x, preferred_element_type=x.dtype)
+                # Not symmetric: its rounding errors, made symmetric, would exceed small eigenvalues.
+                p_gram = jnp.einsum("bij,bjk->bik", p, gram, preferred_element_type=x.dtype)
+                gram = symmetric(p, rounded(p_gram, x.dtype))
+        x = rounded(jnp.einsum(times_x, q, x, preferred_element_type=x.dtype), x.dtype)
     return x
 
 
@@ -283,28 +286,43 @@ def _sharing(x: jax.Array) -> _Sharing:
     return _Sharing(axes, math.prod(mesh.shape[axis] for axis in axes), is_explicit)
 
 
-def _resharding(x: jax.Array) -> tuple[Reshard, Reshard, Reshard]:
-    """Functions that replicate an array like `x`, shard its layers over devices, and shard it like `x`.
+def _resharding(x: jax.Array) -> tuple[Reshard, Callable[..., jax.Array], Reshard]:
+    """Functions for a stack like `x`: one replicates it, one runs a function of each device's share of
+    its layers and further arrays, and one shards it like `x`.
 
-    An array is replicated before its layers are sharded, because XLA moves from one sharded axis to another
+    An array is replicated before its layers are shared, because XLA moves from one sharded axis to another
     by several gathers in float32.
     """
     same: Reshard = lambda x: x
+    alone = lambda run, *arrays: run(*arrays)
     sharing, before = _sharing(x), jax.typeof(x).sharding
     layers = math.prod(x.shape[:-2])
-    replicated, by_layers = (
-        NamedSharding(before.mesh, spec) for spec in (P(), P(sharing.axes or None))
-    )
+    divides = layers % sharing.devices == 0
+    replicated = NamedSharding(before.mesh, P())
     # Without the barrier, XLA gathers the array before it is converted to another dtype.
     barrier = jax.lax.optimization_barrier
+
+    def on_shares(run, x, *arrays):
+        spec = P(sharing.axes)
+        local = jax.shard_map(
+            run,
+            mesh=before.mesh,
+            in_specs=(spec, *[P()] * len(arrays)),
+            out_specs=spec,
+            check_vma=False,
+        )
+        if divides:
+            return local(jax.reshard(x, spec) if sharing.is_explicit else x, *arrays)
+        missing = -layers % sharing.devices
+        return local(jnp.pad(x, ((0, missing), (0, 0), (0, 0))), *arrays)[:layers]
+
     if sharing.is_explicit:
-        divides = layers % sharing.devices == 0
         return (
             lambda x: jax.reshard(barrier(x), replicated),
-            (lambda x: jax.reshard(x, by_layers)) if divides else same,
+            on_shares if divides else alone,
             lambda x: jax.reshard(x, before),
         )
     if sharing.devices == 1 or layers == 1:
-        return same, same, same
+        return same, alone, same
     constrain = jax.lax.with_sharding_constraint
-    return lambda x: constrain(barrier(x), replicated), lambda x: constrain(x, by_layers), same
+    return lambda x: constrain(barrier(x), replicated), on_shares, same

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,12 @@ from optax import contrib
 
 from swjax.optax.checks import rate_at, require_dtype, require_learning_rate, require_number
 from swjax.optax.matrices import MatrixAxes, guess_matrices
-from swjax.optax.newton_schulz import STEPS, coefficients_of, orthogonalize_all
+from swjax.optax.newton_schulz import (
+    COEFFICIENTS,
+    STEPS,
+    coefficients_of,
+    orthogonalize_all,
+)
 from swjax.optax.stable import stable_adamw
 from swjax.optax.tensors import (
     as_arrays,
@@ -39,6 +44,9 @@ def muon(
     momentum: jax.typing.ArrayLike = 0.95,
     dtype: jax.typing.DTypeLike = "float32",
     block_axes: Any | Callable[[optax.Params], Any] | None = None,
+    coefficients: str = "quintic",
+    steps: int | None = None,
+    neuron_b2: jax.typing.ArrayLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Muon for the weight matrices of hidden layers, and AdamW for the other parameters.
 
@@ -47,7 +55,9 @@ def muon(
     In two comparisons the best rate of Muon was three to four times that of AdamW.
 
     The Muon part is that of `optax.contrib.muon` with `consistent_rms=0.2`, apart from rounding and from
-    matrices whose gradients are near 0, below 1e-7. The operands of its products are of `dtype`.
+    matrices whose gradients are near 0, below 1e-7. Its products have operands of `dtype`. Matrices whose
+    long side is at least 1.5 times the short one are iterated on their Gram matrix, which takes fewer
+    products. On NVIDIA GPUs a kernel computes one triangle of symmetric products of 16 bits.
 
     On a mesh the devices share the matrices under `jax.jit`. Each device gathers a whole stack, in `dtype`,
     and orthogonalizes a part of its matrices. Single matrices of one shape and sharding are stacked for this.
@@ -61,7 +71,7 @@ def muon(
     a weight decay of its own.
 
     Under `optax.inject_hyperparams` every number may be traced. List the other arguments that you pass in
-    `static_args`: "matrices", "mask", "dtype" and "block_axes". For parameters below float32 add
+    `static_args`: "matrices", "mask", "dtype", "block_axes" and "steps". For parameters below float32 add
     `hyperparam_dtype=jnp.float32`, because b2 = 0.999 rounds to 1 in bfloat16.
 
     Args:
@@ -78,10 +88,18 @@ def muon(
       weight_decay: at least 0; decoupled weight decay of both parts, multiplied by the learning rate.
       mask: the decayed parameters, as in `stable_adamw`. Default: all parameters.
       momentum: of Muon, in [0, 1), with Nesterov's correction.
-      dtype: of the operands of Muon's products, of at least 16 bits; sums are in float32. Jordan et al. use
-        bfloat16.
+      dtype: of the operands of Muon's products, of at least 16 bits; sums are in float32. On a GPU take
+        float16: it is as fast as bfloat16, which Jordan et al. use, and its errors are an eighth. Operands
+        are scaled, so that no gradient is too large or too small for it.
       block_axes: the axis or axes that enumerate stacked tensors, as in `stable_adamw`. Muon orthogonalizes
         each matrix of a stack; for parameters that AdamW updates, the axes set the RMS of `rms_by_path`.
+      coefficients: of the Newton-Schulz iterations: "quintic", those of Jordan et al., or "polar_express",
+        those of Amsel et al., which differ between steps and end nearer to 1.
+      steps: number of iterations, at least 1; None: 5. Each lifts the smallest singular values by a factor of about 3.4
+        with "quintic".
+      neuron_b2: in [0, 1), NorMuon's: divides the update of each output neuron, along the last axis of m x n,
+        by the root of a moving average of its mean square, and scales the update of each matrix to an RMS of
+        0.2. NorMuon's authors use 0.95. None: no such division. Not studied in this project.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`. Updates have the dtype of the parameters.
@@ -106,8 +124,11 @@ def muon(
       Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024,
       https://kellerjordan.github.io/posts/muon/.
       Liu et al., "Muon is scalable for LLM training", 2025, https://arxiv.org/abs/2502.16982: the scale.
+      Amsel et al., "The Polar Express", 2025, https://arxiv.org/abs/2505.16932: the other coefficients.
+      Li et al., "NorMuon", 2025, https://arxiv.org/abs/2510.05491: `neuron_b2`.
     """
     _validate(learning_rate, b1, b2, eps, weight_decay, momentum, dtype)
+    _validate_iterations(coefficients, steps, neuron_b2)
     rate = functools.partial(rate_at, "muon", learning_rate)
 
     def both(params) -> optax.GradientTransformationExtraArgs:
@@ -151,8 +172,9 @@ def muon(
             if name == "muon"
         ]
         of_matrices = optax.chain(
-            scale_by_muon(momentum, dtype, stacks),
-            optax.identity(),  # its empty state is in checkpoints
+            scale_by_muon(momentum, dtype, stacks, coefficients, steps or STEPS),
+            # An empty state is in checkpoints.
+            optax.identity() if neuron_b2 is None else scale_neurons(neuron_b2, stacks),
             optax.add_decayed_weights(weight_decay, part("muon", decays)),
             optax.scale_by_learning_rate(rate),
         )
@@ -192,6 +214,20 @@ def _validate(learning_rate, b1, b2, eps, weight_decay, momentum, dtype):
     require_number("muon", "eps", eps, lambda x: float(x) >= 2.0**-126, "at least 2^-126 (1.2e-38)")
     require_number("muon", "weight_decay", weight_decay, lambda x: x >= 0, "at least 0")
     require_dtype("muon", "dtype", dtype, bits=16)
+
+
+def _validate_iterations(coefficients, steps, neuron_b2):
+    if coefficients not in COEFFICIENTS:
+        raise ValueError(
+            f"muon's coefficients must be one of {', '.join(COEFFICIENTS)}, got {coefficients!r}"
+        )
+    if steps is not None and (type(steps) is not int or steps < 1):
+        raise ValueError(
+            f"muon's steps must be None or an int of at least 1, got {steps!r}: under "
+            "optax.inject_hyperparams add 'steps' to static_args"
+        )
+    if neuron_b2 is not None:
+        require_number("muon", "neuron_b2", neuron_b2, lambda x: 0 <= x < 1, "in [0, 1), or None")
 
 
 class _Axes(tuple):
@@ -270,10 +306,7 @@ def scale_by_muon(
         mu = jax.tree.map(lambda g, m: beta * m + (1 - beta) * g, float32(grads), float32(state.mu))
         directions = jax.tree.map(nesterov, float32(grads), mu)
         leaves, structure = jax.tree.flatten(directions)
-        axes = [
-            each if isinstance(each, MatrixAxes) else MatrixAxes.of_blocks(each, x.ndim)
-            for each, x in zip(stacks or [()] * len(leaves), leaves)
-        ]
+        axes = _matrix_axes(stacks, leaves)
         in_front = [each.as_stack(x) for x, each in zip(leaves, axes)]
         leaves = [
             each.restore(x * (SCALE * math.sqrt(max(x.shape[-2:]))), before.shape)
@@ -287,5 +320,67 @@ def scale_by_muon(
         ]
         updates = jax.tree.unflatten(structure, leaves)
         return updates, state._replace(count=count, mu=cast_like(mu, state.mu))
+
+    return optax.GradientTransformation(init, update)
+
+
+def _matrix_axes(stacks: Sequence[tuple[int, ...] | MatrixAxes], leaves: Sequence[jax.Array]):
+    """The `MatrixAxes` of each array, from the argument of `scale_by_muon`."""
+    return [
+        each if isinstance(each, MatrixAxes) else MatrixAxes.of_blocks(each, x.ndim)
+        for each, x in zip(stacks or [()] * len(leaves), leaves)
+    ]
+
+
+class ScaleNeuronsState(NamedTuple):
+    """State of `scale_neurons`.
+
+    Attributes:
+      nu: for each matrix [m, n] the moving average of the mean square of each column, like the parameters
+        with size 1 along the axes of m, float32.
+    """
+
+    nu: optax.Updates
+
+
+def scale_neurons(
+    b2: jax.typing.ArrayLike, stacks: Sequence[tuple[int, ...] | MatrixAxes] = ()
+) -> optax.GradientTransformation:
+    """NorMuon's division of orthogonalized updates by the size of each output neuron's updates.
+
+    With O [m, n], the update of a matrix::
+
+      v = b2 v + (1 - b2) mean over m of O^2
+      N = O / sqrt(v)
+      O = 0.2 sqrt(m n) N / |N|
+
+    Args:
+      b2: in [0, 1).
+      stacks: see `scale_by_muon`.
+    """
+
+    def init(params):
+        leaves, structure = jax.tree.flatten(params)
+        nu = [
+            jnp.zeros([1 if i in axes.rows else n for i, n in enumerate(x.shape)], jnp.float32)
+            for x, axes in zip(leaves, _matrix_axes(stacks, leaves))
+        ]
+        return ScaleNeuronsState(jax.tree.unflatten(structure, nu))
+
+    def update(updates, state, params=None):
+        del params
+        leaves, structure = jax.tree.flatten(updates)
+        beta, tiny = jnp.asarray(b2, jnp.float32), jnp.finfo(jnp.float32).tiny
+        scaled, nu = [], []
+        for x, v, axes in zip(leaves, jax.tree.leaves(state.nu), _matrix_axes(stacks, leaves)):
+            squares = jnp.square(x)
+            v = beta * v + (1 - beta) * jnp.mean(squares, axes.rows, keepdims=True)
+            x = x * jax.lax.rsqrt(jnp.maximum(v, tiny))
+            matrix = (*axes.rows, *axes.columns)
+            rms = jnp.sqrt(jnp.mean(jnp.square(x), matrix, keepdims=True))
+            scaled.append(SCALE * x / jnp.maximum(rms, tiny))
+            nu.append(v)
+        new = ScaleNeuronsState(jax.tree.unflatten(structure, nu))
+        return jax.tree.unflatten(structure, scaled), new
 
     return optax.GradientTransformation(init, update)

@@ -39,6 +39,7 @@ from swjax.training.keys import KEYS
 from swjax.training.log import environment
 from swjax.training.log.packed import fetch
 from swjax.training.setup import assemble, check_config, make_init
+from swjax.training.state.model_of_weights import settle_model
 from swjax.training.state.restore import first_state
 
 REFERENCE = "standard:float32"
@@ -50,7 +51,7 @@ def main(argv: list[str]) -> int:
     try:
         config, workdir = config_lib.parse([argv[0], *rest])
         workdir.mkdir(parents=True, exist_ok=True)  # before the work: it may be no folder
-        result = compare(config, args)
+        result = compare(settle_model(config, workdir), args)
     except (ConfigError, OSError) as error:
         print(f"swjax compare: {error}", file=sys.stderr)
         return 2

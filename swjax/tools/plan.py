@@ -34,6 +34,7 @@ from swjax.training.setup import make_init, model_config, require_profile
 from swjax.training.state.checkpoint import require_checkpoint
 from swjax.training.state.initialization import check_parameters
 from swjax.training.state.mirror import Mirror
+from swjax.training.state.model_of_weights import settle_model
 
 # Memory of a GPU in GiB, as its driver reports it.
 GPUS = {
@@ -205,6 +206,7 @@ def make(config: ConfigDict, hardware: Hardware) -> Plan:
         sizes = sharding.mesh_sizes(hardware.devices, **config.mesh)
     mesh = Mesh(*sizes)
     config_lib.validate(config, batch_shards=mesh.shards)
+    config = settle_model(config, Path("none"))
     chip = chips.find(hardware.kind)
     with compiling_for(chip.name) if chip else contextlib.nullcontext():
         model = model_config(config)
@@ -234,7 +236,7 @@ def make(config: ConfigDict, hardware: Hardware) -> Plan:
         warmup=warmup,
         examples=len(source),
         shown=_captions(source),
-        pictures=tuple(check_pictures(config, splits | open_labelled(config))),
+        pictures=tuple(check_pictures(config, splits)),
     )
 
 
@@ -252,9 +254,11 @@ def require_openable(plan: Plan) -> None:
     """Checks what else a run opens at its start.
 
     Raises:
-      ConfigError: another run does not exist, weights do not fit the model, or an address has an unknown
-        protocol.
+      ConfigError: a set of `eval.zeroshot` or another run does not exist, too much of a set cannot be read,
+        weights do not fit the model, or an address has an unknown protocol.
     """
+    for line in check_pictures(plan.config, open_labelled(plan.config)):
+        print(_line("pictures", line))
     c = plan.config.checkpoint
     if c.resume:
         require_checkpoint("checkpoint.resume", c.resume)

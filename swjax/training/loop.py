@@ -23,9 +23,10 @@ from swjax.training.log.console import Console
 from swjax.training.log.results import is_finished, record_setup, tell_results, write_results
 from swjax.training.log.step_log import StepLog
 from swjax.training.log.timing import Timing, is_due
-from swjax.training.setup import assemble, check_config, settle_recipe, use_compilation_cache
+from swjax.training.setup import assemble, check_command, settle_recipe, use_compilation_cache
 from swjax.training.state.checkpoint import Checkpoints, check_shared, lock
 from swjax.training.state.mirror import Mirror
+from swjax.training.state.model_of_weights import settle_model
 from swjax.training.state.restore import finished_steps, init_or_restore
 
 
@@ -45,7 +46,7 @@ def train_and_evaluate(config: ConfigDict, workdir: str | Path) -> int:
     """
     distributed.start()
     distributed.check_same_start(config)
-    check_config(config)
+    check_command(config)
     use_compilation_cache(config)
     workdir = Path(workdir).expanduser()
     mirror = Mirror(config.checkpoint.mirror, workdir)
@@ -57,7 +58,7 @@ def train_and_evaluate(config: ConfigDict, workdir: str | Path) -> int:
         distributed.first_does(lambda: stack.enter_context(lock(workdir)))
         check_shared(workdir)
         distributed.first_does(mirror.fetch)
-        config = settle_recipe(config, workdir)
+        config = settle_recipe(settle_model(config, workdir), workdir)
         interrupt = stack.enter_context(catch())
         stack.enter_context(bad_examples)
         stack.enter_context(blame_data())

@@ -25,6 +25,9 @@ from swjax.training.step import State, make_train_step
 logger = logging.getLogger(__name__)
 
 
+WEIGHTS = "weights"  # the value of `model.name` by which the model is that of the weights
+
+
 @dataclasses.dataclass(frozen=True)
 class Parts:
     """The parts of a run; none of them holds arrays on devices.
@@ -107,11 +110,24 @@ def check_config(config: ConfigDict) -> tuple[jax.sharding.Mesh, clip.CLIPConfig
     Raises:
       ConfigError: a value is out of range, or does not fit the other values or the devices.
     """
+    return _mesh_of(config), model_config(config)
+
+
+def check_command(config: ConfigDict) -> None:
+    """Checks the config as far as possible without data and weights; see `check_config` for the errors."""
+    if config.model.name == WEIGHTS:  # the model is not known yet
+        _mesh_of(config)
+    else:
+        check_config(config)
+
+
+def _mesh_of(config: ConfigDict) -> jax.sharding.Mesh:
+    """Checks the config as far as possible without the model; returns the mesh of all devices."""
     with blame("mesh"):
         mesh = sharding.make_mesh(**config.mesh)
         sharding.batch_share(mesh)
     config_lib.validate(config, batch_shards=mesh.shape["data"] * mesh.shape["fsdp"])
-    return mesh, model_config(config)
+    return mesh
 
 
 def settle_recipe(config: ConfigDict, workdir: Path) -> ConfigDict:
@@ -152,7 +168,8 @@ def model_config(config: ConfigDict) -> clip.CLIPConfig:
       ConfigError: the model does not exist, or its sizes do not fit each other.
     """
     c = config.model
-    choice("model.name", c.name, clip.CONFIGS)
+    choice("model.name", c.name, (*clip.CONFIGS, WEIGHTS))
+    _require_settled(config)
     choice("model.recipe", c.recipe, recipes.NAMES)
     vision, text = ({k: v for k, v in c[tower].items() if v} for tower in ("vision", "text"))
     architecture = c.get("architecture", "clip")  # older versions wrote config.json without the key
@@ -163,7 +180,7 @@ def model_config(config: ConfigDict) -> clip.CLIPConfig:
     if c.embed_dim:
         sizes["embed_dim"] = c.embed_dim
     elif architecture == "siglip":  # SigLIP's embedding is the pooled patches, without a projection
-        sizes["embed_dim"] = c.vision.width or clip.CONFIGS[c.name].vision.width
+        sizes["embed_dim"] = c.vision.width or preset(c.name).vision.width
     if c.attention in ("cudnn", "fused", "triton") and targets.platform() != "gpu":
         raise ConfigError(
             f"config.model.attention={c.attention!r} needs a GPU: set it to 'xla' or ''"
@@ -173,12 +190,37 @@ def model_config(config: ConfigDict) -> clip.CLIPConfig:
     same = ("recipe", "dtype", "remat", "scan_layers", "qk_norm", "gelu", "patch_dropout")
     with blame("model"):
         return clip.config(
-            c.name,
+            preset(c.name),
             architecture=architecture,
             attention=c.attention or None,
             layer_scale=0.0 if c.layer_scale else None,
             **{name: c[name] for name in same},
             **sizes,
+        )
+
+
+def preset(name: str) -> clip.CLIPConfig:
+    """Returns the named model; for "weights", one whose sizes the keys of the config replace."""
+    return clip.CONFIGS["vit_b32" if name == WEIGHTS else name]
+
+
+def _require_settled(config: ConfigDict) -> None:
+    """Raises a ConfigError if a key stands for a value of weights that were not read."""
+    model, data_ = config.model, config.data
+    first = {
+        "model.architecture": model.get("architecture", "clip"),
+        "model.gelu": model.gelu,
+        "data.image_size": data_.image_size,
+        "data.context_length": data_.context_length,
+        "train.loss": config.train.loss,
+    }
+    if model.name == WEIGHTS:
+        first["model.vision.width"] = model.vision.width
+    unset = [f"config.{key}={value!r}" for key, value in first.items() if not value]
+    if unset:
+        raise ConfigError(
+            f"{', '.join(unset)} must be the value of weights: set config.model.name='weights' and "
+            "config.checkpoint.init_from, or these keys"
         )
 
 

@@ -4,7 +4,6 @@ import collections
 import contextlib
 import io
 import os
-import re
 import statistics
 import time
 from collections.abc import Iterable, Iterator

@@ -6,11 +6,14 @@ change is logged in one line. Any other difference raises an error, because the 
 else.
 """
 
+import contextlib
+import dataclasses
 import json
 import logging
 import math
 import re
 import tempfile
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -22,7 +25,8 @@ from flax import traverse_util
 from ml_collections import ConfigDict
 
 from swjax import interop
-from swjax.data import files
+from swjax.data import Fitting, files
+from swjax.interop import weight_files
 from swjax.interop.layouts import LAYOUTS
 from swjax.models import clip
 from swjax.safe_files import mask_credentials
@@ -60,13 +64,13 @@ def first_parameters(address: str, cfg: clip.CLIPConfig, new: Any) -> Any:
     address = address.removeprefix("file://")
     if "://" in address:
         with tempfile.TemporaryDirectory() as folder:
-            theirs, found = _of_file(_fetched(address, Path(folder)), cfg)
-    elif _is_run(address):
-        theirs, found = _model_of_run(address), _shapes_of_run(address)
+            theirs, found = _of_file(fetched(address, Path(folder)), cfg)
+    elif is_run(address):
+        theirs, found = model_of_run(address), _shapes_of_run(address)
     else:
         theirs, found = _of_file(address, cfg)
     said = _compare(address, cfg, theirs, found, here)
-    if _is_run(address):
+    if is_run(address):
         found = _of_run(address, found, here)
     for line in said if distributed.is_first() else ():
         logger.warning("init_from %s: %s", mask_credentials(address), line)
@@ -88,17 +92,17 @@ def check_parameters(address: str, cfg: clip.CLIPConfig, new: Any) -> None:
     address = address.removeprefix("file://")
     if "://" in address:
         _check_protocol(address)
-    elif _is_run(address):
-        _compare(address, cfg, _model_of_run(address), _shapes_of_run(address), here)
+    elif is_run(address):
+        _compare(address, cfg, model_of_run(address), _shapes_of_run(address), here)
     else:
         _compare(address, cfg, *_of_file(address, cfg), here)
 
 
-def _is_run(address: str) -> bool:
+def is_run(address: str) -> bool:
     return (Path(address) / "checkpoints").is_dir()
 
 
-def _model_of_run(workdir: str) -> clip.CLIPConfig | None:
+def model_of_run(workdir: str) -> clip.CLIPConfig | None:
     """The model configuration of another swjax run, or None without a config.json."""
     path = Path(workdir) / "config.json"
     if not path.exists():
@@ -137,10 +141,10 @@ def _check_protocol(address: str) -> None:
             raise ValueError(f"cannot read {shown}") from error
 
 
-def _fetched(address: str, folder: Path) -> str:
+def fetched(address: str, folder: Path) -> str:
     """Copies weights and their config from an fsspec address to `folder`; returns the path of the copy."""
     name = address.rstrip("/").rpartition("/")[2]
-    is_file = name.endswith((".safetensors", ".npz"))
+    is_file = name.endswith((".safetensors", ".npz", ".bin", ".pt", ".pth", weight_files.INDEX))
     parent = address.rstrip("/").rpartition("/")[0] if is_file else address.rstrip("/")
     _check_protocol(address)
     import fsspec
@@ -148,7 +152,11 @@ def _fetched(address: str, folder: Path) -> str:
     try:
         filesystem, inside = fsspec.core.url_to_fs(parent)
         held = {path.rpartition("/")[2]: path for path in filesystem.ls(inside, detail=False)}
-        wanted = {name} if is_file else {layout.weights for layout in LAYOUTS.values()}
+        names = [name] if is_file else [each for each in weight_files.NAMES if each in held]
+        wanted = set(names[:1])
+        if names and names[0].endswith(weight_files.INDEX):
+            stem = names[0].removesuffix(weight_files.INDEX).partition(".")[0]
+            wanted |= {each for each in held if re.match(rf"{re.escape(stem)}-\d+-of-\d+\.", each)}
         chosen = held.keys() & (wanted | {layout.config for layout in LAYOUTS.values()})
         for one in chosen:
             filesystem.get_file(held[one], str(folder / one))
@@ -166,18 +174,28 @@ def _fetched(address: str, folder: Path) -> str:
 
 def _of_file(address: str, cfg: clip.CLIPConfig) -> tuple[clip.CLIPConfig | None, dict]:
     """The model configuration and the parameters of a safetensors file."""
+    with unreadable(address):
+        try:
+            return interop.read(address)
+        except interop.NoConfig:  # OpenAI's files have no config: the run's config must match them
+            return None, interop.read(address, cfg)[1]
+
+
+@contextlib.contextmanager
+def unreadable(address: str) -> Iterator[None]:
+    """Re-raises an error about other libraries' weights as a ConfigError about `checkpoint.init_from`."""
+    shown = mask_credentials(address)
     try:
-        return interop.read(address)
+        yield
+    except ConfigError:
+        raise
     except FileNotFoundError as error:
         raise ConfigError(
-            f"config.{KEY}={address!r} holds no checkpoint and no weights: give a run's workdir, or "
+            f"config.{KEY}={shown!r} holds no checkpoint and no weights: give a run's workdir, or "
             f"safetensors of open_clip, OpenAI or Hugging Face ({_one_line(error)})"
         ) from error
-    except interop.NoConfig:  # OpenAI's files have no config: the run's config must match them
-        with blame(KEY):
-            return None, interop.read(address, cfg)[1]
     except (ValueError, OSError, ModuleNotFoundError) as error:
-        raise ConfigError(f"config.{KEY}={address!r}: {_one_line(error)}") from error
+        raise ConfigError(f"config.{KEY}={shown!r}: {_one_line(error)}") from error
 
 
 def _compare(
@@ -217,6 +235,13 @@ def _compare(
             + f"; and {len(problems) - _MOST} more"
             * (len(problems) > _MOST)
         )
+    if theirs:
+        said += [
+            f"config.model.vision.{name} is {value!r} in the weights and {own!r} here: pictures are fitted "
+            "otherwise than for the weights"
+            for name in (field.name for field in dataclasses.fields(Fitting))
+            if (value := getattr(theirs.vision, name)) != (own := getattr(cfg.vision, name))
+        ]
     for name, x in here.items():
         if name not in found:
             said.append(

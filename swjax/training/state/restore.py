@@ -17,7 +17,7 @@ from swjax.training import distributed
 from swjax.training.config import ConfigError
 from swjax.training.inputs import RESUMED, UNSCORED
 from swjax.training.optimizer import split_frozen
-from swjax.training.setup import compile_init, model_config
+from swjax.training.setup import WEIGHTS, compile_init, model_config, preset
 from swjax.training.state.checkpoint import Checkpoints
 from swjax.training.state.checksums import arrays_by_name, of_devices
 from swjax.training.state.initialization import first_parameters
@@ -108,7 +108,7 @@ def require_same_model(workdir: Path, config: ConfigDict) -> None:
         return
     text, remedy = path.read_text(errors="replace"), "restore it from a copy, or remove it"
     model = config_lib.read_json("config.json", text, remedy=remedy, model=dict)["model"]
-    if model.get("name") not in clip.CONFIGS:
+    if model.get("name") not in (*clip.CONFIGS, WEIGHTS):
         raise ConfigError(
             f"the checkpoint in {workdir} belongs to the model {model.get('name')!r}, which does not exist: "
             "use another --workdir"
@@ -124,9 +124,9 @@ def require_same_model(workdir: Path, config: ConfigDict) -> None:
 
 def _hidden_settings(model: dict[str, Any]) -> dict[str, Any]:
     """Settings of a config's section "model"; earlier versions lack some keys."""
-    preset = clip.CONFIGS[model["name"]]
+    named = preset(model["name"])
     heads = {
-        f"{tower}.heads": (model.get(tower) or {}).get("heads") or getattr(preset, tower).heads
+        f"{tower}.heads": (model.get(tower) or {}).get("heads") or getattr(named, tower).heads
         for tower in ("vision", "text")
     }
     defaults = {"architecture": "clip", "gelu": "exact"}

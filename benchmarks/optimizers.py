@@ -1,0 +1,269 @@
+"""Times an update of the matrices of a model's blocks by Muon, in several forms, and by StableAdamW.
+
+    python benchmarks/optimizers.py --out=benchmarks/results/optimizers_update.json
+    python benchmarks/optimizers.py --tiles           # tiles of the symmetric product, against XLA's product
+    python benchmarks/optimizers.py --smoke           # tiny, on any machine
+
+An update reads gradients and parameters in float32, and writes parameters and state in place. Gradients are
+random. Times are wall-clock times over consecutive calls, the median of REPEATS; kernel times come from CUPTI.
+"each step on X" is the iteration of Jordan et al. with all five Gram matrices, as swjax had it before.
+`torch.optim.Muon` is not timed: it has neither stacks nor a fused update.
+"""
+
+import argparse
+import itertools
+import statistics
+import sys
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import optax
+from optax import contrib
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.kernels import timing  # noqa: E402
+from swjax.diagnostics import device_time  # noqa: E402
+from swjax.kernels import dispatch  # noqa: E402
+from swjax.optax import eight_bit_moments, muon, newton_schulz, orthogonal, stable_adamw  # noqa: E402
+
+REPEATS = 3
+COLUMNS = {"model": -14, "optimizer": -34, "ms": 8, "tflops": 7, "products_ms": 11, "error": -1}
+
+
+def blocks(layers: int, width: int, hidden: int) -> list[tuple[int, ...]]:
+    """The stacks of a tower: query, key, value and out, and the two matrices of the MLP."""
+    square = (layers, width, width)
+    return [square] * 4 + [(layers, width, hidden), (layers, hidden, width)]
+
+
+# {model: shapes of its stacks}; Llama's keys and values are narrower, and its MLP has a gate.
+MODELS = {
+    "ViT-H/14": blocks(32, 1280, 5120) + blocks(24, 1024, 4096),
+    "ViT-B/16": blocks(12, 768, 3072) + blocks(12, 512, 2048),
+    "Llama-3.2-1B": [(16, 2048, 2048)] * 2
+    + [(16, 2048, 512)] * 2
+    + [(16, 2048, 8192)] * 2
+    + [(16, 8192, 2048)],
+}
+SMOKE = {"tiny": blocks(2, 64, 256)}
+
+
+def each_step_on_x(tree, coefficients, dtype=jnp.float32, *, steps=5, implementation=None):
+    """`orthogonalize_all` with the iteration of Jordan et al., in place of `newton_schulz`."""
+    del implementation
+
+    def run(x):
+        x = x / jnp.max(jnp.abs(x), (-2, -1), keepdims=True)
+        x = (x / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + 1e-8)).astype(dtype)
+        product = partial(jnp.matmul, preferred_element_type=jnp.float32)
+        has_fewer_rows = x.shape[-2] <= x.shape[-1]
+        a, b, c = coefficients
+        for _ in range(steps):
+            gram = product(x, x.mT) if has_fewer_rows else product(x.mT, x)
+            operand = gram.astype(dtype)
+            factor = (b * gram + c * product(operand, operand)).astype(dtype)
+            added = product(factor, x) if has_fewer_rows else product(x, factor)
+            x = (a * x.astype(jnp.float32) + added).astype(dtype)
+        return x.astype(jnp.float32)
+
+    return jax.tree.map(run, tree)
+
+
+def every(params):
+    return jax.tree.map(lambda _: True, params)
+
+
+def of_optax(params):
+    numbers = contrib.MuonDimensionNumbers(1, 2)
+    return contrib.muon(
+        1e-4,
+        consistent_rms=0.2,
+        muon_weight_dimension_numbers=jax.tree.map(lambda _: numbers, params),
+    )
+
+
+# {name: (the optimizer of parameters, the implementation of symmetric products, other iteration)}
+OPTIMIZERS = {
+    "StableAdamW": (lambda params: stable_adamw(1e-4), None, None),
+    "StableAdamW, 8-bit moments": (
+        lambda params: eight_bit_moments(stable_adamw(1e-4)),
+        None,
+        None,
+    ),
+    "Muon, each step on X, bf16": (
+        lambda params: muon(1e-4, every, dtype="bfloat16"),
+        "xla",
+        each_step_on_x,
+    ),
+    "Muon, XLA, bf16": (lambda params: muon(1e-4, every, dtype="bfloat16"), "xla", None),
+    "Muon, XLA, float16": (lambda params: muon(1e-4, every, dtype="float16"), "xla", None),
+    "Muon, triangles, bf16": (lambda params: muon(1e-4, every, dtype="bfloat16"), "triton", None),
+    "Muon, triangles, float16": (lambda params: muon(1e-4, every, dtype="float16"), "triton", None),
+    "Muon, chosen, float16": (lambda params: muon(1e-4, every, dtype="float16"), None, None),
+    "Muon, chosen, Polar Express": (
+        lambda params: muon(1e-4, every, dtype="float16", coefficients="polar_express"),
+        None,
+        None,
+    ),
+    "optax.contrib.muon": (of_optax, None, None),
+}
+
+
+def operations(shapes, segments) -> float:
+    """Multiplications and additions of Jordan's five steps, or of `newton_schulz` with triangles in float16.
+
+    >>> round(operations(MODELS["ViT-H/14"], None) / 1e12, 1)
+    27.9
+    """
+    total = 0
+    for layers, *sides in shapes:
+        m, n = sorted(sides)
+        if segments is None:
+            total += layers * 5 * (4 * m * m * n + 2 * m**3)
+            continue
+        for length in segments if n >= newton_schulz._LONG * m else (1,) * 5:
+            triangles = m * m * n + (2 * length - 1 + length - 1) * m**3
+            total += layers * (triangles + 2 * (length - 1) * m**3 + 2 * m * m * n)
+    return total
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Times updates; see the top of the file.")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
+    parser.add_argument("--tiles", action="store_true", help="tiles of the symmetric product")
+    parser.add_argument("--seconds", type=float, default=240, help="no case starts after this")
+    parser.add_argument("--smoke", action="store_true", help="a tiny model in few steps")
+    parser.add_argument("--out", type=Path, help="JSON file, rewritten after every row")
+    args = parser.parse_args(argv)
+    records = timing.Records(args.out, args.seconds)
+    if args.tiles:
+        bench_tiles(records, args.smoke)
+        return 0
+    models = SMOKE if args.smoke else {name: MODELS[name] for name in args.models}
+    for (model, shapes), name in itertools.product(models.items(), args.optimizers):
+        row = {"model": model, "optimizer": name}
+        if records.seconds_left < 0:
+            break
+        if OPTIMIZERS[name][1] == "triton" and jax.default_backend() != "gpu":
+            continue
+        try:
+            records.add(**row, **bench(shapes, *OPTIMIZERS[name], smoke=args.smoke))
+        except Exception as error:  # one that fails must not end the run
+            records.add(**row, error=f"{type(error).__name__}: {str(error)[:300]}")
+    print("\n" + timing.table(records.rows, COLUMNS))
+    return 0
+
+
+def bench(shapes, make, implementation, iteration, smoke: bool) -> dict:
+    """Returns the times of one update."""
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    normal = jax.jit(lambda keys: [jax.random.normal(k, s) for k, s in zip(keys, shapes)])
+    params, grads = normal(keys), normal(keys[::-1])
+    optimizer = make(params)
+    of_matrices = partial(orthogonal.orthogonalize_all, implementation=implementation)
+
+    def update(params, state, grads):
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    with (
+        mock.patch.object(
+            orthogonal,
+            "orthogonalize_all",
+            iteration or (lambda *args, **kw: of_matrices(*args, steps=kw["steps"])),
+        ),
+        jax.numpy_dtype_promotion("standard"),
+    ):
+        states = [(params, optimizer.init(params))]
+        compiled = jax.jit(update, donate_argnums=(0, 1)).lower(*states[0], grads).compile()
+
+    def run():
+        states.append(compiled(*states.pop(), grads))
+        return states[0]
+
+    repeats = [
+        timing.seconds_per_call(run, at_least=0.05 if smoke else 0.3) for _ in range(REPEATS)
+    ]
+    seconds = statistics.median(repeats)
+    segments = None if iteration or make is of_optax else (2, 3)
+    adam = any(make is OPTIMIZERS[name][0] for name in OPTIMIZERS if name.startswith("Stable"))
+    row = {
+        "ms": 1e3 * seconds,
+        "ms_of_repeats": [round(1e3 * each, 2) for each in repeats],
+        "operations": 0.0 if adam else operations(shapes, segments),
+        "temporary_gib": compiled.memory_analysis().temp_size_in_bytes / 2**30,
+    }
+    if jax.default_backend() == "gpu":
+        launches = timing.launches(run)
+        row["kernels_ms"] = {k: round(ms, 3) for k, ms in device_time.sum_by_kind(launches).items()}
+        row["top_kernels_ms"] = timing.top_kernels(launches)
+        products = [ms for name, ms in launches if is_product(name)]
+        row["products_ms"] = sum(products)
+        row["tflops"] = row["operations"] / max(sum(products), 1e-9) / 1e9
+    return row
+
+
+def is_product(kernel: str) -> bool:
+    return any(part in kernel.lower() for part in ("gemm", "nvjet", "cutlass", "symmetric"))
+
+
+# [batch, m, k], by columns or not: the Gram matrices of a model's blocks, and products of them.
+TILE_CASES = [
+    ((32, 1280, 1280), -1),
+    ((32, 1280, 5120), -1),
+    ((32, 1280, 5120), -2),
+    ((12, 768, 768), -1),
+    ((16, 2048, 8192), -1),
+    ((16, 512, 2048), -1),
+]
+TILES = [(128, 64, 8, 3), (128, 64, 4, 3), (128, 64, 8, 4), (128, 64, 4, 4), (128, 128, 8, 3)]
+TILES += [(128, 32, 8, 5), (64, 64, 4, 4), (256, 64, 8, 3)]
+
+
+def bench_tiles(records: timing.Records, smoke: bool):
+    """Adds the times of symmetric products with all terms, in each tile, and of XLA's whole product."""
+    for ((batch, m, k), contract), tile in itertools.product(TILE_CASES, [None, *TILES]):
+        if smoke:
+            batch, m, k = 2, 64, 128
+        if records.seconds_left < 0:
+            break
+        x = timing.random(batch, *((m, k) if contract == -1 else (k, m)), dtype="float16")
+        factors = jnp.ones((batch, 3))
+        row = {"shape": f"{batch}x{m}x{k}", "contract": contract, "tile": tile}
+        try:
+            if tile is None:
+                rows = "kij,klj->kil" if contract == -1 else "kji,kjl->kil"
+                run = jax.jit(partial(jnp.einsum, rows, preferred_element_type=x.dtype))
+                time = timing.measure(run, x, x)
+            elif jax.default_backend() != "gpu":
+                continue
+            else:
+                kernel = dispatch.kernel("triton", "symmetric_product")
+                symmetric_tile = dispatch.module_of("triton", "symmetric_product").SymmetricTile
+                options = {"contract": contract, "tile": symmetric_tile(*tile)}
+                run = jax.jit(lambda x, f, kw=options: kernel(x, x, None, f, **kw))
+                time = timing.measure(run, x, factors)
+                want = dispatch.run(
+                    "symmetric_product",
+                    x,
+                    x,
+                    None,
+                    factors,
+                    implementation="xla",
+                    contract=contract,
+                )
+                row["snr_db"] = timing.closeness(run(x, factors), want)["snr_db"]
+            row |= {"us": time.us, "tflops_of_whole": 2 * batch * m * m * k / time.us / 1e6}
+        except Exception as error:
+            row["error"] = f"{type(error).__name__}: {str(error)[:200]}"
+        records.add(**row)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
