@@ -13,6 +13,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from swjax import data, interop
+from swjax.interop import hub
 from swjax.interop.layouts import LAYOUTS, tensors
 from swjax.models import clip
 from swjax.training.state.initialization import interpolate_positions
@@ -301,3 +302,13 @@ def test_positions_are_interpolated_as_open_clip_does():
         expected = state["visual.positional_embedding"].numpy()
         ours = interpolate_positions(positions, 1 + grid**2)
         np.testing.assert_allclose(ours, expected, atol=2e-5)
+
+
+def test_names_of_open_clip_are_its_own():
+    from open_clip.pretrained import get_pretrained_cfg
+
+    for architecture, tags in hub.OPEN_CLIP.items():
+        for tag, repository in tags.items():
+            theirs = get_pretrained_cfg(architecture, tag)
+            assert theirs["hf_hub"].strip("/") == repository, (architecture, tag)
+            assert theirs["resize_mode"] == "shortest"  # as the files in these repositories say
