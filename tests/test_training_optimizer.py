@@ -13,7 +13,7 @@ from swjax.models import sharding
 from swjax.training import optimizer as optimizer_lib
 from swjax.training.config import ConfigError
 from swjax.training.optimizer import combine, split_frozen
-from swjax.training.step import measure_scaling
+from swjax.training.step import measure_scaling, rms
 
 
 def test_a_dynamic_scale_is_the_other_way(micro):
@@ -119,9 +119,13 @@ def test_moments_in_8_bits_are_sharded_like_parameters(micro, name):
     optimizer = optimizer_lib.make_optimizer(config, lambda count: 1e-3)
     params = {"blocks": {"kernel": jnp.ones((2, 64, 128))}}
     with jax.numpy_dtype_promotion("standard"):  # optax.adamw needs it
-        state = {"params": params, "opt_state": optimizer.init(params)}
+        _, opt_state = optimizer.update(params, optimizer.init(params), params)
+    state = {"params": params, "opt_state": opt_state}
     mesh, rules = jax.make_mesh((2,), ("fsdp",)), [(".*", jax.P(None, "fsdp"))]
     placed = sharding.abstract_state(state, mesh, rules)
+    if name == "adamw":
+        measured = rms(config.optimizer, opt_state, params)
+        np.testing.assert_allclose(measured["stability/rms/blocks/kernel"], 1, rtol=0.1)
     codes = [x.sharding.spec for x in jax.tree.leaves(placed) if x.dtype == jnp.int8]
     assert codes == [jax.P(None, "fsdp", None)] * (1 if name == "muon" else 2)
 
@@ -135,6 +139,7 @@ def test_a_run_with_muon(micro, tmp_path, eight_bits):
         optimizer__grad_clip_norm=1.0,
         optimizer__freeze="^text/",
         optimizer__eight_bit_moments=eight_bits,
+        diagnostics__rms=True,
     )
     with jax.numpy_dtype_promotion("standard"):
         assert train(config, tmp_path / "whole") == 0
