@@ -7,18 +7,18 @@
     python -m benchmarks.language_models --models tiny --out=tiny.json      # on any machine
 
 "blocks": the gradients of all parameters and of the input. "step": embedding, blocks, head, cross-entropy in
-chunks, and AdamW by optax, with donated buffers. The embedding and the head are in bf16 in every arm. Arms:
-"flax" is plain Flax NNX in bf16; a recipe alone is the same model converted by
-`swjax.nnx.quantize_model(blocks, {".*": recipe})`; "+fused" are the operations of swjax called by hand; the
-others are Flax's fp8 products and Qwix. Parameters are in float32. PyTorch has its own program,
-language_models_torch.py, with the same shapes. With --mesh, devices share a whole step by FSDP: see
-language_models_fsdp.py; the batch is that of each device, and `efficiency` is the time of one device in the
-same run over the time of several.
+chunks, and AdamW by optax, with donated buffers. The embedding, the head and routers are in bf16 in every
+arm; parameters are in float32. Arms: "flax" is plain Flax NNX in bf16, with `jax.lax.ragged_dot` for experts;
+a recipe alone is the same model converted by `swjax.nnx.quantize_model(blocks, {".*": recipe})`; "+fused" are
+the operations of swjax called by hand; "+8_bits" stores activations in int8; the others are Flax's fp8
+products and Qwix. PyTorch has its own program, language_models_torch.py, with the same shapes. With --mesh,
+devices share a whole step by FSDP: see language_models_fsdp.py. The batch is that of each device, and
+`efficiency` is the time of one device in the same run over the time of several.
 
-Data are random and on the device. Times are wall-clock times over consecutive calls, the median of REPEATS;
-kernel times come from CUPTI, those of several devices from the profiler, a step; memory is XLA's plan for a
-device, and "saved_gib" that of the arrays that blocks save for the backward pass. Each row is written as soon as it is measured, and none starts after --seconds. `ratio` is
-the speed-up over "flax" in the same run.
+Data are random and on the device. Times are wall-clock times over consecutive calls, the median of REPEATS.
+Kernel times come from CUPTI, those of several devices from the profiler, a step. Memory is XLA's plan for a
+device, and "saved_gib" that of the arrays that blocks save for the backward pass. Each row is written as soon
+as it is measured, and none starts after --seconds. `ratio` is the speed-up over "flax" in the same run.
 """
 
 import contextlib
@@ -62,9 +62,9 @@ from swjax.training.log.timing import peak_flops
 
 REPEATS = 3
 PROFILED = 3  # steps
-COLUMNS = {"kind": -6, "model": -12, "arm": -25, "devices": 7, "batch": 5, "ms": 8, "ms_of_kernels": 13}
-COLUMNS |= {"tokens_per_second": 17, "tflops": 7, "temporaries_gib": 15, "ratio": 6, "efficiency": 10}
-COLUMNS |= {"error": -1}
+COLUMNS = {"kind": -6, "model": -12, "arm": -25, "devices": 7, "batch": 5, "ms": 8}
+COLUMNS |= {"ms_of_kernels": 13, "tokens_per_second": 17, "tflops": 7, "temporaries_gib": 15}
+COLUMNS |= {"ratio": 6, "efficiency": 10, "error": -1}
 
 
 class Case(NamedTuple):
@@ -155,7 +155,8 @@ def measure(rows: list[dict], case: Case, program: Program) -> dict:
     for base in rows:
         if not base.get("ms") or any(base[k] != row[k] for k in same):
             continue
-        if base["arm"] == "flax" and (base["devices"], base["batch"]) == (case.devices, shape.batch):
+        alike = (base["devices"], base["batch"]) == (case.devices, shape.batch)
+        if base["arm"] == "flax" and alike:
             row["ratio"] = base["ms"] / row["ms"]
             memory = [name for name in ("temporaries_gib", "saved_gib") if name in row]
             row |= {f"ratio_of_{name}": row[name] / base[name] for name in memory}

@@ -2,7 +2,7 @@
 
     python benchmarks/language_models_torch.py --out=benchmarks/results/language_models_torch.json
     python benchmarks/language_models_torch.py --kinds blocks --arms bf16 float8_tensorwise
-    python benchmarks/language_models_torch.py --kinds step --models llama-3.2-1b --mesh fsdp=1 fsdp=2  # two GPUs
+    python benchmarks/language_models_torch.py --kinds step --mesh fsdp=1 fsdp=2     # two GPUs
     python benchmarks/language_models_torch.py --models tiny --arms bf16      # on any machine
 
 It has a process and an environment of its own, because PyTorch needs another Triton than swjax's kernels.
@@ -62,6 +62,8 @@ PACKAGES = ("torch", "torchao", "triton")
 class Block(nn.Module):
     def __init__(self, shape: Shape):
         super().__init__()
+        if shape.experts:
+            raise ValueError("this program has no experts: use benchmarks/kernels/experts_torch.py")
         linear = lambda rows, columns: nn.Linear(rows, columns, bias=False)
         width, hidden = shape.width, shape.hidden
         queries, keys = shape.heads * shape.head_width, shape.kv_heads * shape.head_width
@@ -324,7 +326,9 @@ def row_of(case: tuple, args) -> dict:
             own = shape._replace(batch=shape.batch // devices)
             prepare = partial(run_sharded_step, arm, own, args.remat, args.reduce_dtype)
         else:
-            prepare = partial({"blocks": run_blocks, "step": run_step}[kind], arm, shape, args.remat)
+            prepare = partial(
+                {"blocks": run_blocks, "step": run_step}[kind], arm, shape, args.remat
+            )
         return row | measure(prepare, shape, devices)
     except Exception as error:  # a failing case must not end the run
         return row | {"error": f"{type(error).__name__}: {str(error)[:300]}"}

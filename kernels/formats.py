@@ -92,7 +92,7 @@ def scale_of(absmax: jax.Array, dtype: str) -> jax.Array:
     return absmax * jnp.float32(INVERSE[dtype])
 
 
-def divide(x: float, y: jax.Array) -> jax.Array:
+def divide(x: float | jax.Array, y: jax.Array) -> jax.Array:
     """``x / y`` in fp32, correctly rounded even if the hardware's division is not (XLA on GPUs).
 
     The function applies one Newton step to an exact remainder. Quotient and divisor are split into halves

@@ -16,7 +16,7 @@ NAME = "auto"
 LEAST_WIDTH = 768
 
 
-def choose(*shapes: tuple[int, int], quietly: bool = False) -> str:
+def choose(*shapes: tuple[int, ...], quietly: bool = False) -> str:
     """The name of the recipe that "auto" stands for; the first call for a chip prints it.
 
     int8 where its peak is at least that of fp8 and above that of bf16, else fp8, else 16 bits. On CPUs, which
@@ -70,7 +70,7 @@ def chip_of(target: targets.Target) -> chips.Chip | None:
     return next(alike, None)
 
 
-def _are_wide(shapes: Iterable[tuple[int, int]]) -> bool:
+def _are_wide(shapes: Iterable[tuple[int, ...]]) -> bool:
     shapes = tuple(shapes)
     products, rotations = sum(k * n for k, n in shapes), sum(k + n for k, n in shapes)
     return bool(shapes) and products >= LEAST_WIDTH * rotations

@@ -374,7 +374,7 @@ RECIPES: dict[str, Recipe] = {
 NAMES = (*RECIPES, auto.NAME)
 
 
-def get(recipe: str | Recipe, *shapes: tuple[int, int]) -> Recipe:
+def get(recipe: str | Recipe, *shapes: tuple[int, ...]) -> Recipe:
     """Looks up a recipe by name; returns a Recipe unchanged.
 
     Args:

@@ -92,7 +92,9 @@ def test_kernels_are_the_transcription_in_float64(operation, implementation, sha
 def test_absent_tokens_count_as_zero(operation, implementation, shape):
     """As if x and g were zero there, to the bit; in the second shape in one of several blocks only."""
     tokens, k, n = shape
-    x, g = (jnp.asarray(drawn("log-normal", tokens, features, 1), "bfloat16") for features in (k, n))
+    x, g = (
+        jnp.asarray(drawn("log-normal", tokens, features, 1), "bfloat16") for features in (k, n)
+    )
     present = jnp.ones(tokens, "bfloat16").at[7:90:3].set(0)
     run = partial(implementations.run, operation, implementation=implementation, **OPTIONS)
     masked = run(*(a * present[:, None] for a in (x, g)))

@@ -427,7 +427,9 @@ def test_symmetric_products(operation, implementation, shape, dtype, contract):
     ]
     for value, want in cases:
         assert value.dtype == dtype
-        assert snr_db(value, want) > FLOOR_DB[dtype] - (6 if m == 1 else 0)  # the error of one element
+        assert snr_db(value, want) > FLOOR_DB[dtype] - (
+            6 if m == 1 else 0
+        )  # the error of one element
         np.testing.assert_array_equal(value, np.asarray(value).mT)
 
 

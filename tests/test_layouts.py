@@ -122,6 +122,8 @@ def test_kernels_of_several_axes_take_their_layout_from_flax():
         "inner",
         "experts",
     }
+    report = swjax.nnx.describe_model(nnx.Sequential(layers["inner"][0]), jnp.ones((2, 8)))
+    assert [product.reason for product in report] == [falls_back]
 
 
 def test_a_layout_from_the_sharding_of_the_array():

@@ -164,7 +164,7 @@ def test_kernels_give_the_values_of_xla(recipe, monkeypatch):
         ((X, W, W[:, :, :4], DOWN, SIZES), {}, r"one shape, got \(3, 16, 8\) and \(3, 16, 4\)"),
         ((X, W, W, W, SIZES), {}, r"gated_ragged_mlp needs .* got x \(12, 8\), w \(3, 16, 8\)"),
         ((X, W, W, DOWN, SIZES), {"activation": "relu"}, "activation must be one of silu"),
-        ((X, W, W, DOWN, SIZES), {"implementation": "mosaic_gpu"}, "has none of the products"),
+        ((X, W, W, DOWN, SIZES), {"implementation": "cuda"}, "implementation must be one of xla"),
     ],
 )
 def test_errors_of_the_mlp_are_one_line(arguments, options, message):
@@ -210,6 +210,25 @@ def test_transformations():
     dx, dw = both(jnp.concatenate([X, X]), W)
     np.testing.assert_allclose(dx[:ROWS], want[0], rtol=1e-6)
     np.testing.assert_allclose(dw, 2 * want[1], rtol=1e-6)
+
+
+def test_experts_on_a_mesh_axis_stay_where_they_are():
+    """Each device has its own experts, and the rows for them: nothing moves between devices."""
+    mesh = jax.make_mesh((2,), ("experts",), axis_types=(AxisType.Auto,))
+    layer = lambda x, ws, sizes: swjax.gated_ragged_mlp(x, *ws, sizes)
+    each = jax.shard_map(layer, mesh=mesh, in_specs=P("experts"), out_specs=P("experts"))
+    loss = lambda fn: lambda x, ws, sizes: jnp.sum(jnp.tanh(fn(x, ws, sizes)))
+    twice = lambda tree: jax.tree.map(lambda a: jnp.concatenate([a, a]), tree)
+    both = jax.jit(jax.value_and_grad(loss(each), argnums=(0, 1)))
+    arrays = twice((X, WEIGHTS, SIZES))
+    value, grads = both(*arrays)
+    want, of_one = jax.jit(jax.value_and_grad(loss(layer), argnums=(0, 1)))(X, WEIGHTS, SIZES)
+    np.testing.assert_allclose(value, 2 * want, rtol=1e-5)
+    for got, one in zip(jax.tree.leaves(grads), jax.tree.leaves(of_one), strict=True):
+        np.testing.assert_allclose(got, jnp.concatenate([one, one]), rtol=1e-4, atol=1e-5)
+    placed = jax.device_put(arrays, jax.NamedSharding(mesh, P("experts")))
+    moved = swjax.testing.collectives(jax.grad(loss(each), argnums=(0, 1)), *placed)
+    assert not [each for each in moved if each.shape]
 
 
 @pytest.mark.parametrize(
@@ -284,5 +303,5 @@ def test_experts_of_any_program():
 def test_experts_without_a_recipe_are_named_in_the_error():
     with pytest.raises(ValueError, match="ragged .* parameter 'wi': .*weight gradient.*'standard'"):
         swjax.quantized(experts, {"w.": "llm_int8"})(PARAMS, X)
-    with pytest.raises(ValueError, match="parameter 'wi': .*'mosaic_gpu' has none of the products"):
-        swjax.quantized(experts, {"w.": "switchback"}, implementation="mosaic_gpu")(PARAMS, X)
+    with pytest.raises(ValueError, match="parameter 'wi': .*'triton' .* needs an NVIDIA GPU"):
+        swjax.quantized(experts, {"w.": "switchback"}, implementation="triton")(PARAMS, X)

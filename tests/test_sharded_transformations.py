@@ -40,6 +40,7 @@ import swjax
 import swjax.losses
 import swjax.nnx
 from swjax import Layout
+from swjax.linear.conversion import NO_LAYOUT
 from swjax.linear.sharding import reduced
 from swjax.testing import assert_quantized_gathers, collectives
 
@@ -295,3 +296,43 @@ def test_a_rewritten_program_gathers_stored_parameters_in_8_bits():
             assert_quantized_gathers(step, here, x, weights=[(K, N), (N, K)])
     for a, b in zip(*map(jax.tree.leaves, results), strict=True):
         assert snr_db(a, b) > 60  # an int8 value of x may round in another way
+
+
+@pytest.mark.parametrize("as_stack", [True, release(False)])
+def test_layouts_follow_sharded_parameters_on_automatic_axes(as_stack):
+    """Kernels of three axes, stacked for a scan or sliced: 4 x 2 devices gather int8 weights only."""
+
+    def layer(x, w):
+        q = jnp.tanh(jnp.einsum("btd,dnh->bnth", x, w["q"].astype(x.dtype)))
+        x = x + jnp.einsum("bnth,nhd->btd", q, w["out"].astype(x.dtype))
+        return x + jnp.tanh(x @ w["up"].reshape(K, N)) @ w["down"].swapaxes(0, 1), None
+
+    def apply(layers, x):
+        if as_stack:
+            return jax.lax.scan(jax.checkpoint(layer), x, layers)[0]
+        for i in range(2):
+            x, _ = layer(x, jax.tree.map(lambda w: w[i], layers))  # noqa: B023
+        return x
+
+    shapes = {"q": (K, 4, 8), "out": (4, 8, K), "up": (K, 4, N // 4), "down": (K, N)}
+    layers = {name: draw(2, *shape) / np.sqrt(K) for name, shape in shapes.items()}
+    specs = {"q": P(None, "fsdp", "tensor"), "out": P(None, "tensor", None, "fsdp")}
+    specs |= {"up": P(None, "fsdp", "tensor"), "down": P(None, "fsdp", "tensor")}
+    mesh = make_mesh((1, 4, 2), KINDS["auto"])
+    here = {name: put(layers[name], mesh, spec) for name, spec in specs.items()}
+    x = draw(BATCH, TOKENS_EACH, K)
+    int8 = swjax.quantized(apply, sharded_like=here)
+    report = int8.report(here, x)
+    assert len(report) >= 4 and all(product.recipe and not product.reason for product in report)
+    loss = lambda fn: jax.jit(jax.grad(lambda *args: jnp.sum(fn(*args) ** 2), (0, 1)))
+    args = here, put(x, mesh, P("fsdp"))
+    weights = [(K, 32), (32, K), (K, N), (N, K)]
+    assert_quantized_gathers(loss(int8), *args, weights=weights)
+    assert collectives(loss(int8), *args)
+    got, want = loss(int8)(*args), loss(swjax.quantized(apply))(layers, x)
+    for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+        assert snr_db(a, b) > 60
+    # Shards of the second axis of n are no shards of a matrix.
+    bad = swjax.quantized(apply, sharded_like=specs | {"q": P(None, None, None, "tensor")})
+    fallen = {product.path for product in bad.report(layers, x) if product.reason == NO_LAYOUT}
+    assert fallen == {"q"}

@@ -260,8 +260,8 @@ def test_a_run_that_goes_on_with_another(run, micro, tmp_path):
         replay._position_before(config, tmp_path, 2)
 
 
-def test_report_of_a_run_names_examples_and_the_command(run, tmp_path):
-    run = shutil.copytree(run, tmp_path / "run")
+def test_report_of_a_run_names_examples_and_the_command(reference, tmp_path):
+    run = shutil.copytree(reference[1], tmp_path / "run")
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     lines[4]["train/loss"] = 100.0
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

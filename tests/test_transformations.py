@@ -315,11 +315,11 @@ def saved_by(policy, layers, x, ws) -> Counter:
     "recipe", thinning.kept(RECIPES, ("standard", "switchback", "int8_hadamard", "fp8_switchback"))
 )
 def test_policies_of_jax_save_16_bit_outputs(recipe, where, monkeypatch):
-    """As of Flax's layers: neither int32 or fp32 sums nor rotated inputs, and all outputs of opaque kernels."""
+    """As of Flax's layers: neither int32 sums nor rotated inputs, and the outputs of opaque kernels too."""
     if where == "kernels":
-        opaque = lambda function, *names: lambda *arrays, **options: sequential_vmap(
-            partial(function, **options)
-        )(*arrays)
+        opaque = lambda function, *names: (
+            lambda *arrays, **options: sequential_vmap(partial(function, **options))(*arrays)
+        )
         monkeypatch.setattr(dispatch, "_specification", opaque)
     x = jax.ShapeDtypeStruct((4, 256, 128), jnp.bfloat16)
     ws = [jax.ShapeDtypeStruct((3, *shape), jnp.float32) for shape in ((128, 512), (512, 128))]

@@ -29,6 +29,7 @@ from benchmarks.kernels import shapes, timing
 from benchmarks.kernels.routing import sizes_of
 from swjax.kernels import dispatch, reference, tiles
 from swjax.kernels.products.tiles import MOSAIC_RULE, MosaicTile, TritonTile, triton_rule
+from swjax.kernels.ragged.tiles import MOSAIC_RULE as RAGGED_RULE
 from swjax.kernels.ragged.tiles import product_rule, weight_gradient_rule
 from swjax.kernels.reference import QTensor
 from swjax.kernels.rotations.tiles import rotation_rule
@@ -216,6 +217,7 @@ def ragged_works(experts: shapes.ExpertShape, tokens: int) -> Iterator[Work]:
     for k, n in ((experts.width, experts.hidden), (experts.hidden, experts.width)):
         a = QTensor(shape((m, k), jnp.int8), shape((m, 1), jnp.float32))
         b = QTensor(shape((e, n, k), jnp.int8), shape((e, 1, 1), jnp.float32))
+        yield ragged_mosaic_work(sizes, (a, b), k, n)
         yield ragged_product_work(sizes, (a, b), k, n, 1)
         x, w, wt, g = (shape(of, jnp.bfloat16) for of in ((m, k), (e, k, n), (e, n, k), (m, n)))
         yield ragged_product_work(sizes, (x, w, wt), k, n, 2)
@@ -233,6 +235,15 @@ def ragged_works(experts: shapes.ExpertShape, tokens: int) -> Iterator[Work]:
 
         path = ("ragged", f"weight_gradient {k}x{n}")
         yield Work(path, weight_gradient_rule(), candidates, gradient, (x, g))
+
+
+def ragged_mosaic_work(sizes: jax.Array, arrays: tuple, k: int, n: int) -> Work:
+    def function(tile):
+        kernel = dispatch.kernel("mosaic_gpu", "ragged_matmul")
+        return lambda a, b: kernel(a, b, sizes, axis=2, out_dtype="bfloat16", tile=tile)
+
+    candidates = [MosaicTile(RAGGED_RULE.stages, width) for width in (1, 2, 4, 16, 32)]
+    return Work(("ragged_mosaic_gpu", f"{n}x{k}x1"), RAGGED_RULE, candidates, function, arrays)
 
 
 def ragged_gradient(sizes: jax.Array, tile: TritonTile) -> Callable:
@@ -352,8 +363,11 @@ def runnable(work: Work) -> bool:
     """Whether the kernels of this work can run on this machine."""
     if work.path[0] == "implementation":
         return bool(work.candidates)
-    operation = {"rows": "gelu", "ragged": "ragged_matmul"}.get(work.path[0], "matmul")
-    name = work.path[0] if operation == "matmul" else "triton"
+    kind = work.path[0]
+    if kind == "ragged_mosaic_gpu":
+        return dispatch.why_not("mosaic_gpu", "ragged_matmul", *work.arrays, axis=2) is None
+    operation = {"rows": "gelu", "ragged": "ragged_matmul"}.get(kind, "matmul")
+    name = kind if operation == "matmul" else "triton"
     return dispatch.why_not(name, operation, *work.arrays) is None
 
 

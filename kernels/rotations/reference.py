@@ -91,8 +91,8 @@ def rotate_features(
     """
     if rotation == 1:
         return x
-    matrix = rotation_matrix(rotation)
-    matrix = jnp.asarray(matrix.T if inverse else matrix, _fast(x).dtype)
+    signs = rotation_matrix(rotation)
+    matrix = jnp.asarray(signs.T if inverse else signs, _fast(x).dtype)
     groups = _fast(x).reshape(
         *x.shape[: axis % x.ndim],
         x.shape[axis] // rotation,

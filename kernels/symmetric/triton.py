@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from swjax.kernels import tiles
 from swjax.kernels.availability import Unavailable
 from swjax.kernels.triton_gpu import launcher
 
@@ -36,9 +35,7 @@ def _symmetric_kernel(
     # Tiles are numbered row by row. The comparisons correct a square root that is rounded up or down.
     block_row = ((tl.sqrt(8.0 * number.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
     block_row = tl.where(block_row * (block_row + 1) // 2 > number, block_row - 1, block_row)
-    block_row = tl.where(
-        (block_row + 1) * (block_row + 2) // 2 <= number, block_row + 1, block_row
-    )
+    block_row = tl.where((block_row + 1) * (block_row + 2) // 2 <= number, block_row + 1, block_row)
     block_column = number - block_row * (block_row + 1) // 2
     row = block_row * BLOCK_M + tl.arange(0, BLOCK_M)
     column = block_column * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -68,9 +65,9 @@ def _symmetric_kernel(
     if FACTORS:
         total *= tl.load(factors_ptr + 3 * batch)
     if ADDEND:
-        addend = tl.load(
-            addend_ptr + batch.to(tl.int64) * (M * M) + at, mask=inside, other=0.0
-        ).to(tl.float32)
+        addend = tl.load(addend_ptr + batch.to(tl.int64) * (M * M) + at, mask=inside, other=0.0).to(
+            tl.float32
+        )
         if FACTORS:
             addend *= tl.load(factors_ptr + 3 * batch + 1)
         total += addend
@@ -83,9 +80,7 @@ def _symmetric_kernel(
     tl.store(out_ptr + at, out, mask=inside)
     if block_row != block_column:
         mirrored = column[:, None] * M + row[None, :]
-        tl.store(
-            out_ptr + mirrored, tl.trans(out), mask=(column < M)[:, None] & (row < M)[None, :]
-        )
+        tl.store(out_ptr + mirrored, tl.trans(out), mask=(column < M)[:, None] & (row < M)[None, :])
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 Such a file is a zip archive with a pickle of the structure and one entry for the bytes of each storage. A
 pickle is a program that can call any function. This reader knows the few names that a state dict needs, as
-`torch.load(weights_only=True)` does, and refuses a file that names anything else. The objects of TorchScript
+PyTorch does with `weights_only=True`, and refuses a file that names anything else. The objects of TorchScript
 become plain records, whose attributes hold their tensors.
 """
 
@@ -17,13 +17,13 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import ml_dtypes
+import jax.numpy as jnp
 import numpy as np
 
 _DTYPES = {
     "FloatStorage": ("F32", np.float32),
     "HalfStorage": ("F16", np.float16),
-    "BFloat16Storage": ("BF16", ml_dtypes.bfloat16),
+    "BFloat16Storage": ("BF16", jnp.bfloat16),
     "DoubleStorage": ("F64", np.float64),
     "LongStorage": ("I64", np.int64),
     "IntStorage": ("I32", np.int32),
@@ -183,7 +183,7 @@ class TorchFile(AbstractContextManager):
 
 
 # The unpickler in C allocates memory for any index that a file names; the one in Python does not.
-class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined]
+class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined]  # typeshed omits it
     """Builds dicts, lists, texts, numbers and tensors; refuses all other names."""
 
     def find_class(self, module: str, name: str) -> Any:

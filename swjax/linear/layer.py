@@ -8,6 +8,7 @@ the block quantizer of weight gradients.
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeGuard
 
 import jax
@@ -207,8 +208,7 @@ def quantize_in_blocks(
     both operands of the weight gradient alike.
     """
     sharding, whole = layer.sharding, as_matrix(spec, False) if axis == 0 else spec
-    square, rotation = quantizer.scope == "square", quantizer.rotation
-    dtype = "float32" if quantizer.scale == "float32" else "bfloat16"
+    rotation = quantizer.rotation
 
     def step(x):
         if axis == 0:
@@ -219,14 +219,27 @@ def quantize_in_blocks(
         if sharding.sharded_axes(*whole):
             absmax = reference.absolute_maximum(x, tuple(range(x.ndim)))
             absmax = sharding.maximum(absmax, *whole)
-        options: dict[str, Any] = {"dtype": quantizer.dtype, "scale": quantizer.scale}
-        blocks = quantize_blocks(
-            x, axis, block=quantizer.block, square=square, absmax=absmax, **options
-        )
-        return emulated(blocks, axis, quantizer.block, square=square, dtype=dtype)
+        return _in_blocks(x, absmax, axis, quantizer)
 
     specs = quantized_specs(whole, Spec(() for _ in whole))
     return sharding.map_shards(step, (x,), (spec,), specs)
+
+
+# One program also outside `jax.jit`, instead of one for each of its 40 operations.
+@partial(jax.jit, static_argnames=("axis", "quantizer"))
+def _in_blocks(x: jax.Array, absmax: jax.Array | None, axis: int, quantizer: Quantizer) -> QTensor:
+    block, square = quantizer.block, quantizer.scope == "square"
+    blocks = quantize_blocks(
+        x,
+        axis,
+        dtype=quantizer.dtype,
+        block=block,
+        scale=quantizer.scale,
+        square=square,
+        absmax=absmax,
+    )
+    dtype = "float32" if quantizer.scale == "float32" else "bfloat16"
+    return emulated(blocks, axis, block, square=square, dtype=dtype)
 
 
 def rotated_tokens(x: jax.Array, rotation: int) -> jax.Array:

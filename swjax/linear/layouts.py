@@ -5,7 +5,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from jax.sharding import AbstractMesh, AxisType
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from swjax.kernels.reference import QTensor
@@ -96,6 +97,27 @@ def layout_of_kernel(
     if any(entry is not None for _, *others in groups for entry in others):
         return None
     return Layout(P(*(first for first, *_ in groups)))
+
+
+def known_spec(leaf: Any) -> P | None:
+    """The PartitionSpec that an array, its shape or its sharding has, if its mesh has axes of type Auto.
+
+    Args:
+      leaf: an array, a `jax.ShapeDtypeStruct`, a sharding or a PartitionSpec; tracers have no sharding.
+
+    Returns:
+      The spec; None if it is unknown, or if types show it.
+
+    >>> known_spec(P("fsdp")), known_spec(1.0)
+    (P('fsdp',), None)
+    """
+    if isinstance(leaf, P):
+        return leaf
+    sharding = leaf if isinstance(leaf, NamedSharding) else getattr(leaf, "sharding", None)
+    if isinstance(leaf, Tracer) or not isinstance(sharding, NamedSharding):
+        return None
+    mesh = sharding.mesh
+    return None if mesh.size == 1 or AxisType.Explicit in mesh.axis_types else sharding.spec
 
 
 # --- specs --------------------------------------------------------------------------------------------

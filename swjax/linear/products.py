@@ -138,8 +138,9 @@ def weight_gradients(
         alike = [i for i in dws if (layers[i].sharding, layers[i].w_dtype) == (sharding, dtype)]
         layer = layers[alike[0]]
         present = _present(RowScales(scales.x, tuple(scales.gs[i] for i in alike)), layer)
-        of_kind = {"gs": [gs[i] for i in alike], "present": present, "layer": layer}
-        multiply = partial(_multiply_weight_gradients, **of_kind)
+        multiply = partial(
+            _multiply_weight_gradients, gs=[gs[i] for i in alike], present=present, layer=layer
+        )
         found = _with_outliers(multiply, first.recipe.wgrad, x, sharding.x, dtype, layer)
         dws |= zip(alike, found)
     return tuple(dws.values())

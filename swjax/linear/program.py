@@ -5,6 +5,7 @@
 """
 
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,16 +14,19 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from swjax import recipes
 from swjax.linear.contraction import dot_general
 from swjax.linear.conversion import TAKES_NONE, UNMATCHED, Matrix
+from swjax.linear.frozen import FrozenWeight, freeze
+from swjax.linear.layouts import TOKENS, known_spec
 from swjax.linear.program_plan import Choice, Origin, Planner
 from swjax.linear.program_report import ProgramReport
 from swjax.linear.program_run import Plan, run
 from swjax.recipes import Recipe
 
-_ARRAYS = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
+_ARRAYS = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct | FrozenWeight
 
 _LAST = ("head", "output", "router", "gate", "embedding")  # a conversion of only these is a mistake
 
@@ -34,6 +38,8 @@ class Quantized:
     fn: Callable
     rules: str | Mapping[str, str | Recipe] = field(hash=False)
     implementation: str | None = None
+    specs: Mapping[str, P] = field(default_factory=dict, hash=False)
+    tokens: P = TOKENS
 
     def __call__(self, params: Any, *args: Any, **kwargs: Any) -> Any:
         """Returns `fn(params, *args, **kwargs)`; arguments that are not arrays are static."""
@@ -48,10 +54,54 @@ class Quantized:
         """Lists every product of `fn`; arguments may be `jax.ShapeDtypeStruct`s."""
         return self._planned(params, args, kwargs)[1].products
 
+    def freeze(self, params: Any, *args: Any, only: str = ".*", **kwargs: Any) -> Any:
+        """Quantizes parameters that are not trained, once instead of in each call.
+
+        Calls return the same values as for the parameters themselves, and compute no weight gradients. The
+        input gradient multiplies the same 8-bit matrix, transposed. Recipes with one scale per output channel
+        quantize it again along the other axis for that; of those that rotate features see docs/recipes.md.
+
+        Args:
+          params, *args, **kwargs: arguments of the function; others than the parameters to quantize may be
+            `jax.ShapeDtypeStruct`s.
+          only: a regular expression of the whole paths of the parameters to quantize.
+
+        Returns:
+          `params`, in which parameters that only products with a recipe read are `FrozenWeight`s: 8-bit
+          [*stack, n, k], a quarter of the bytes of float32. Others, such as experts, are unchanged.
+
+        Raises:
+          ValueError: no such parameter matches, or a recipe needs the weight itself.
+
+        >>> x, params = jnp.ones((2, 8)), {"up": jnp.ones((8, 32)), "down": jnp.ones((32, 8))}
+        >>> int8 = quantized(lambda p, x: jax.nn.relu(x @ p["up"]) @ p["down"], {".*": "switchback"})
+        >>> frozen = int8.freeze(params, x)
+        >>> frozen["up"].values.shape, bool(jnp.all(int8(frozen, x) == int8(params, x)))
+        ((32, 8), True)
+        """
+        planner = self._planned(params, args, kwargs)[1]
+        named = dict(_named(params))
+        frozen = {}
+        for path, readings in planner.readings.items():
+            recipe, w = planner.choices[path].recipe, named[path]
+            alone = path not in planner.used and len(readings) == 1
+            if recipe and alone and re.fullmatch(only, path) and not _is_frozen(w):
+                ((moves, contracted),) = readings.values()
+                frozen[path] = freeze(w, moves, contracted, recipe)
+        if not frozen:
+            raise ValueError(
+                f"freeze needs a parameter that matches {only!r} and that one kind of product with a recipe "
+                f"reads, got {sorted(named)}: print the report"
+            )
+        put = lambda path, leaf: frozen.get(_name(path), leaf)
+        return jax.tree_util.tree_map_with_path(put, params, is_leaf=_is_frozen)
+
     def _planned(self, params, args, kwargs, groups=False):
         program = _traced(self.fn, params, args, kwargs)
         choices = _choices(self.rules, [path for path, _ in program.parameters])
-        plan, planner = program.planned(choices, self.implementation, groups)
+        specs = {**_specs(params, self.tokens), **self.specs}
+        planner = Planner(choices, self.implementation, specs, self.tokens, groups)
+        plan = program.planned(planner)
         return plan, planner, program.values, program.out
 
 
@@ -70,22 +120,27 @@ class _Program(NamedTuple):
     parameters: list[tuple[str, Any]]
     out: Any
 
-    def planned(
-        self,
-        choices: Mapping[str, Choice],
-        implementation: str | None = None,
-        groups: bool = False,
-    ) -> tuple[Plan, Planner]:
+    def planned(self, planner: Planner) -> Plan:
         """Plans the program; the planner lists the products."""
-        planner = Planner(choices, implementation, groups)
-        origins: list[Origin | None] = [Origin((path,), w.dtype) for path, w in self.parameters]
+        origins: list[Origin | None] = [
+            Origin((path,), w.dtype, "", _entries(planner.specs.get(path), w.ndim))
+            for path, w in self.parameters
+        ]
         origins += [None] * (len(self.values) - len(origins))
-        return planner.plan(self.jaxpr, origins), planner
+        plan = planner.plan(self.jaxpr, origins)
+        planner.used |= {path for origin in plan.origins if origin for path in origin.paths}
+        for path, w in self.parameters:
+            if isinstance(w, FrozenWeight) and path in {*planner.used} - {*planner.readings}:
+                raise ValueError(
+                    f"the frozen parameter {path!r} is read by no product with a recipe: freeze the "
+                    "parameters with this function and these rules"
+                )
+        return plan
 
 
 def _traced(fn: Callable, params: Any, args: tuple, kwargs: dict) -> _Program:
     """Traces ``fn(params, *args, **kwargs)``; arguments that are not arrays are static."""
-    leaves, tree = jax.tree.flatten((params, args, kwargs))
+    leaves, tree = jax.tree.flatten((params, args, kwargs), is_leaf=_is_frozen)
     at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, _ARRAYS)]
 
     def of_arrays(*arrays):
@@ -96,7 +151,8 @@ def _traced(fn: Callable, params: Any, args: tuple, kwargs: dict) -> _Program:
         return fn(params, *args, **kwargs)
 
     values = [leaves[i] for i in at]
-    jaxpr, out = jax.make_jaxpr(of_arrays, return_shape=True)(*values)
+    like = [value.like if _is_frozen(value) else value for value in values]
+    jaxpr, out = jax.make_jaxpr(of_arrays, return_shape=True)(*like)
     parameters = [(path, leaf) for path, leaf in _named(params) if isinstance(leaf, _ARRAYS)]
     return _Program(jaxpr, values, parameters, jax.tree.structure(out))
 
@@ -118,11 +174,14 @@ def products_of(
         if matrix.recipe is not None:
             plain = matrix.recipe.fwd is None
             reason = "its recipe has no 8-bit forward product" if plain else _REACHED[1]
+            reason = matrix.reason or reason  # no layout
         name = f"{matrix.path}/{matrix.name}".lstrip("/")
         for path in choices:
             if re.fullmatch(rf"(?:params/)?{re.escape(name)}(?:/(?:values|scale|0|1))?", path):
                 choices[path] = Choice(None, reason, matrix.recipe)
-    report = program.planned(choices)[1].products
+    planner = Planner(choices, None, {})
+    program.planned(planner)
+    report = planner.products
     more = sum(product.flops for product in report if product.reason in _REACHED)
     if more:
         share = more / sum(product.flops for product in report)
@@ -140,6 +199,8 @@ def quantized(
     rules: str | Mapping[str, str | Recipe] = "llm",
     *,
     implementation: str | None = None,
+    sharded_like: Any = None,
+    tokens: P = TOKENS,
 ) -> Quantized:
     """Returns `fn` with every product of an activation and a parameter computed by a recipe.
 
@@ -164,6 +225,11 @@ def quantized(
         products but those of routers, gates of experts, norms, embeddings and heads, that is
         ``{swjax.KEPT_IN_LLMS: "standard", ".*": "switchback"}``; there a `gate` beside an `up` is an MLP's.
       implementation: see `swjax.kernels.dispatch`; None chooses.
+      sharded_like: a tree with the paths of the parameters: arrays, `jax.ShapeDtypeStruct`s with shardings,
+        shardings or PartitionSpecs. On meshes with axes of type Auto, kernels need them, because inside
+        `jax.jit` arrays do not show their sharding. None reads Flax's metadata. `report` lists the products
+        that run through XLA.
+      tokens: PartitionSpec of the leading dimensions of activations there, see `swjax.Layout`.
 
     Returns:
       A function with the arguments of `fn`, and a method `report` with the same arguments.
@@ -187,16 +253,58 @@ def quantized(
     dot_general(implementation=implementation)  # refuses one that does not exist
     if rules != "llm":
         recipes.get_all(rules)  # type: ignore[arg-type]  # it refuses other types
-    return Quantized(fn, rules, implementation)
+    return Quantized(fn, rules, implementation, _specs(sharded_like, tokens), tokens)
 
 
 def _named(params: Any) -> list[tuple[str, Any]]:
     """The path and the leaf of each parameter; that of a Flax variable has no "value" at its end."""
 
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
-    names = [path.removesuffix("/raw_value").removesuffix("/value") for path in paths]
-    return [(name, leaf) for name, (_, leaf) in zip(names, leaves)]
+    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_frozen)
+    return [(_name(path), leaf) for path, leaf in leaves]
+
+
+def _is_frozen(leaf: Any) -> bool:
+    return isinstance(leaf, FrozenWeight)
+
+
+def _name(path: Any) -> str:
+    name = jax.tree_util.keystr(path, simple=True, separator="/")
+    return name.removesuffix("/raw_value").removesuffix("/value")
+
+
+def _specs(tree: Any, tokens: P) -> dict[str, P]:
+    """The PartitionSpec of each parameter that has one: that of Flax's metadata, or of its array.
+
+    Arrays count only on meshes with an axis of `tokens`, which otherwise does not say how tokens are sharded.
+    """
+    is_leaf = lambda node: _metadata(node) is not None
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
+    axes = {
+        axis for entry in tokens for axis in ((entry,) if isinstance(entry, str) else entry or ())
+    }
+    specs = {}
+    for path, leaf in leaves:
+        spec = _metadata(leaf)
+        if spec is None and (spec := known_spec(leaf)) is not None:
+            mesh = getattr(getattr(leaf, "sharding", leaf), "mesh", None)
+            spec = spec if mesh is None or axes & {*mesh.axis_names} else None
+        if spec is not None:
+            specs[_name(path)] = spec
+    return specs
+
+
+def _metadata(node: Any) -> P | None:
+    """The PartitionSpec in the metadata of a Flax variable; None if it has none."""
+    nnx, linen = (sys.modules.get(name) for name in ("flax.nnx", "flax.linen"))
+    if nnx and isinstance(node, nnx.Variable) and node.get_metadata("out_sharding", None):
+        return nnx.get_partition_spec(node).get_value()
+    if linen and type(node) is linen.Partitioned:
+        return node.get_partition_spec()
+    return None
+
+
+def _entries(spec: P | None, ndim: int) -> tuple | None:
+    return None if spec is None else (*spec, *(None,) * ndim)[:ndim]
 
 
 # --- rules -----------------------------------------------------------------------------------------------

@@ -1,13 +1,18 @@
 """Plans the conversion of a traced program: follows its parameters, and decides for every equation."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.extend import core
+from jax.sharding import PartitionSpec as P
 
+from swjax.linear.conversion import NO_LAYOUT
+from swjax.linear.frozen import SLICE, reading_of
+from swjax.linear.layouts import TOKENS, Layout, layout_of_kernel
 from swjax.linear.program_report import ProgramReport, TracedProduct, equation_of, unsupported
 from swjax.linear.program_run import (
     CALLS,
@@ -47,11 +52,16 @@ class Origin(NamedTuple):
       paths: the parameters it depends on; none for a constant.
       dtype: dtype of the only parameter, as stored.
       changed: the operation that made it something else than a parameter; "" for a parameter.
+      spec: the mesh axes that shard each of its dimensions; None if they are unknown.
+      moves: the equations that moved the elements of the parameter, and `SLICE` where a scan read slices of
+        it; None if that is not all.
     """
 
     paths: tuple[str, ...] = ()
     dtype: Any = None
     changed: str = ""
+    spec: tuple | None = None
+    moves: tuple | None = ()
 
 
 Origins = list[Origin | None]  # of several arrays; None is an activation
@@ -63,15 +73,28 @@ class Planner:
     Attributes:
       choices: {path of a parameter: its choice}.
       implementation: of the products, see `swjax.kernels.dispatch`.
+      specs: {path of a parameter: its PartitionSpec}, those that are known.
+      tokens: how meshes of type Auto shard activations, see `swjax.Layout`.
       groups: whether to compile other operations in groups, see `Plan.grouped`.
       products: what the programs multiply, in order.
+      readings: {path of a parameter: {how a product reads it: (moves, contracted axes)}}; of products that
+        follow a recipe.
+      used: the parameters that something else reads.
     """
 
     def __init__(
-        self, choices: Mapping[str, Choice], implementation: str | None, groups: bool = False
+        self,
+        choices: Mapping[str, Choice],
+        implementation: str | None,
+        specs: Mapping[str, P],
+        tokens: P = TOKENS,
+        groups: bool = False,
     ) -> None:
-        self.choices, self.implementation, self.groups = choices, implementation, groups
+        self.choices, self.implementation = choices, implementation
+        self.specs, self.tokens, self.groups = specs, tokens, groups
         self.products = ProgramReport()
+        self.readings: dict[str, dict[str, tuple[tuple, tuple[int, ...]]]] = {}
+        self.used: set[str] = set()
         self._results: dict[tuple, Callable] = {}
         self._groups: dict[tuple, Callable] = {}
 
@@ -102,7 +125,11 @@ class Planner:
     def _key(self, jaxpr, origins: Origins, opaque: str) -> tuple:
         """What determines the results of a plan for a jaxpr, which the plan keeps alive."""
         recipe_of = lambda o: self.choices[o.paths[0]].recipe if o.paths else None
-        return id(jaxpr), opaque, *(o and (o.changed, len(o.paths), recipe_of(o)) for o in origins)
+        return (
+            id(jaxpr),
+            opaque,
+            *(o and (o.changed, len(o.paths), recipe_of(o), o.spec) for o in origins),
+        )
 
     def _step(self, eqn, found: Origins, repeats: int, opaque: str) -> tuple[Step, Origins]:
         name, count, step = eqn.primitive.name, len(eqn.outvars), Step(as_it_is, eqn)
@@ -111,12 +138,19 @@ class Planner:
         # An `optimization_barrier` has one result for each operand.
         moved = found[:count] if name in RESHARDS else found[:1] * count
         if name in CASTS | RESHARDS | GATHERS | MOVES and any(moved):
+            if name not in CASTS | RESHARDS:
+                moved = [o and _moved(eqn, o, v.aval.shape) for o, v in zip(moved, eqn.outvars)]
             return Step(move, eqn), moved
         if name in ("dot_general", "ragged_dot_general"):
             step = self._product(eqn, found, repeats, opaque)
         else:
             self._note_use(eqn, found, repeats, opaque)
+        if step.execute is as_it_is:
+            self._note_used(found)
         return step, [_combined(found, name)] * count
+
+    def _note_used(self, found: Iterable[Origin | None]) -> None:
+        self.used |= {path for o in found if o for path in o.paths}
 
     def _product(self, eqn, found: Origins, repeats: int, opaque: str) -> Step:
         """Lists a `dot_general`, also a ragged one, and decides whether it follows a recipe."""
@@ -148,6 +182,12 @@ class Planner:
         else:
             choice = self.choices[origin.paths[0]]
             reason = choice.reason
+        layout, order = None, tuple(range(len(contracted)))
+        if choice.recipe is not None and origin is not None and origin.paths[0] in self.specs:
+            if not ragged and origin.spec is not None:
+                axes = dimension_numbers[0][at], dimension_numbers[1][at]
+                layout, order = self._layout(origin.spec, *axes)
+            reason = "" if layout else NO_LAYOUT
         product = TracedProduct(
             " + ".join(dict.fromkeys(path for o in found if o for path in o.paths)),
             f"ragged {equation}" if ragged else equation,
@@ -170,15 +210,54 @@ class Planner:
             implementation=self.implementation,
             at=at,
         )
+        contracted = tuple(dimension_numbers[0][at][i] for i in order)
+        if ragged or dimension_numbers[1][at] or origin.moves is None:
+            self._note_used([origin])
+        else:
+            reading = reading_of(origin.moves, contracted)
+            read = self.readings.setdefault(origin.paths[0], {})
+            read[reading] = origin.moves, contracted
+            execute = partial(execute, reading=reading)
+        if not ragged:
+            execute = partial(execute, layout=layout, order=order)
         return Step(execute, eqn)
+
+    def _layout(
+        self, spec: tuple, contracted: Sequence[int], batch: Sequence[int]
+    ) -> tuple[Layout | None, tuple[int, ...]]:
+        """The layout of a product with a parameter, and an order of contracted axes, the sharded ones first.
+
+        It is None for experts, or if other axes than the first of k and of n are sharded.
+        """
+        order = tuple(sorted(range(len(contracted)), key=lambda i: spec[contracted[i]] is None))
+        if batch:
+            return None, order
+        others = [axis for axis in range(len(spec)) if axis not in contracted]
+        from_end = lambda axes: [axis - len(spec) for axis in axes]
+        rows = from_end([contracted[i] for i in order])
+        layout = layout_of_kernel(P(*spec), len(spec), rows, from_end(others))
+        return layout and replace(layout, tokens=self.tokens), order
 
     def _call(self, eqn, found: Origins, repeats: int, opaque: str) -> tuple[Step, Origins]:
         """Plans an operation that runs other jaxprs."""
         read, execute = CALLS[eqn.primitive.name]
         call, found, mark = read(eqn), list(found), len(self.products)
+
+        def of(i: int) -> Origin | None:
+            """The origin of an operand in the body, where slices of a stack lack its first axis."""
+            origin = found[i]
+            if origin is not None and eqn.primitive.name == "shard_map":
+                return origin._replace(moves=None)
+            if i not in call.sliced or origin is None:
+                return origin
+            spec, moves = origin.spec, origin.moves
+            return origin._replace(
+                spec=spec and spec[1:], moves=None if moves is None else (*moves, SLICE)
+            )
+
         while True:
             plans = tuple(
-                self.plan(body, [found[i] for i in operands], repeats * call.times, opaque)
+                self.plan(body, [of(i) for i in operands], repeats * call.times, opaque)
                 for body, operands in zip(call.bodies, call.operands)
             )
             # What a loop carries is the same parameter in each iteration only if the body returns it.
@@ -193,7 +272,11 @@ class Planner:
         outs = [
             each[0] if len({*each}) == 1 else None for each in zip(*(p.origins for p in results))
         ]
+        for each, out in zip(zip(*(p.origins for p in results)), outs):
+            if out is None:
+                self._note_used(each)
         if eqn.primitive.name == "scan":  # what it stacks is not one parameter
+            self._note_used(outs[len(into) :])
             outs[len(into) :] = [None] * (len(outs) - len(into))
         casts = execute is inline and any(o and o.paths and not o.changed for o in outs)
         changes = casts or any(plan.changes for plan in plans)
@@ -213,8 +296,10 @@ class Planner:
 
         def note(reason: str, flops: Callable[[Any], int] = lambda w: 0, quantized=False) -> None:
             for path, w in used or [("", eqn.invars[0].aval)]:
-                recipe = self.choices.get(path, Choice(None)).followed if quantized else None
-                reason_of = "" if recipe else reason
+                choice = self.choices.get(path, Choice(None))
+                recipe = choice.followed if quantized else None
+                falls_back = NO_LAYOUT if choice.reason == NO_LAYOUT else ""
+                reason_of = falls_back if recipe else reason
                 row = path, equation, (w.shape,), flops(w) * repeats, recipe, reason_of, quantized
                 self.products.append(TracedProduct(*row, eqn.source_info.traceback))
 
@@ -237,6 +322,60 @@ class Planner:
                 unknown: Origins = [None] * len(jaxpr.invars)
                 aligned = found if len(found) == len(unknown) else unknown
                 self.plan(jaxpr, aligned, repeats, opaque or f"inside {name}")
+
+
+def _moved(eqn: Any, origin: Origin, shape: tuple[int, ...]) -> Origin:
+    """The origin of the result of an operation that moves elements."""
+    spec, moves = moved_spec(eqn, origin.spec, shape), origin.moves
+    alone = eqn.primitive.name not in GATHERS and len(eqn.invars) == len(eqn.outvars) == 1
+    return origin._replace(spec=spec, moves=None if moves is None or not alone else (*moves, eqn))
+
+
+def moved_spec(eqn: Any, spec: tuple | None, shape: tuple[int, ...]) -> tuple | None:
+    """The mesh axes that shard the result of an operation that moves elements; None if they are unknown.
+
+    Args:
+      eqn: the operation.
+      spec: those of its operand.
+      shape: of the result.
+    """
+    if spec is None:
+        return None
+    name, before = eqn.primitive.name, eqn.invars[0].aval.shape
+    if name == "transpose":
+        return tuple(spec[axis] for axis in eqn.params["permutation"])
+    if name == "broadcast_in_dim":
+        sources = dict(zip(eqn.params["broadcast_dimensions"], zip(spec, before)))
+        entries = [(sources.get(i, (None, 0)), size) for i, size in enumerate(shape)]
+        return tuple(entry if of == size else None for (entry, of), size in entries)
+    if len(before) == len(shape):  # a part of a sharded dimension has another sharding
+        return tuple(e if n == m else None for e, n, m in zip(spec, before, shape))
+    return reshaped_spec(spec, before, shape)
+
+
+def reshaped_spec(spec: tuple, before: tuple[int, ...], after: tuple[int, ...]) -> tuple | None:
+    """The spec after a reshape: the first of the dimensions that are merged or split has the sharding.
+
+    >>> reshaped_spec(("fsdp", "tensor", None), (8, 4, 2), (8, 8))
+    ('fsdp', 'tensor')
+    >>> reshaped_spec((None, "tensor"), (4, 2), (8,)) is None
+    True
+    """
+    result, of, to = [], list(zip(spec, before)), list(after)
+    while of or to:
+        group, sizes = of[:1], to[:1]
+        del of[:1], to[:1]
+        while (n := math.prod(size for _, size in group)) != (m := math.prod(sizes)):
+            longer, rest = (sizes, to) if m < n else (group, of)
+            longer.append(rest.pop(0))  # type: ignore[arg-type]  # of its own kind
+        # Dimensions of size 1 are not sharded.
+        entries = [entry for entry, size in group if size > 1] or [None]
+        if any(entry is not None for entry in entries[1:]):
+            return None
+        places = [size > 1 for size in sizes]
+        first = places.index(True) if True in places else -1
+        result += [entries[0] if i == first else None for i in range(len(sizes))]
+    return tuple(result)
 
 
 def _combined(found: Origins, name: str) -> Origin | None:

@@ -6,7 +6,7 @@ Each version of JAX has its own parameters of the operations that run other jaxp
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -14,7 +14,10 @@ import jax
 from jax.extend import core
 from jax.sharding import Sharding
 
+from swjax.kernels.reference import QTensor
 from swjax.linear.contraction import dot_general
+from swjax.linear.frozen import FrozenWeight
+from swjax.linear.layouts import Layout
 from swjax.linear.program_report import TracedProduct, unsupported
 from swjax.linear.ragged import ragged_switchback
 from swjax.recipes import Recipe
@@ -204,6 +207,8 @@ def _description(eqns, invars, outvars) -> tuple:
 
 def move(step: Step, values: Arrays, stored: Arrays) -> tuple[Arrays, Arrays]:
     """Moves a parameter, and the stored parameter likewise, but without gathers: its layer gathers int8."""
+    if isinstance(values[0], FrozenWeight):  # it is the matrix already
+        return values[:1], []
     name, outs = step.eqn.primitive.name, _bind(step.eqn, values)
     if name in CASTS | RESHARDS:
         return outs, stored[: len(outs)]
@@ -213,9 +218,9 @@ def move(step: Step, values: Arrays, stored: Arrays) -> tuple[Arrays, Arrays]:
 
 
 @cache
-def _product(recipe, implementation, dimension_numbers, precision, preferred) -> Callable:
+def _product(recipe, implementation, layout, dimension_numbers, precision, preferred) -> Callable:
     """A product, jitted so that JAX traces those of equal shapes once."""
-    multiply = dot_general(recipe, implementation=implementation)
+    multiply = dot_general(recipe, implementation=implementation, layout=layout)
 
     @jax.jit
     def quantized_product(x, w):
@@ -233,17 +238,36 @@ def multiply(
     recipe: Recipe,
     implementation: str | None,
     at: int,
+    layout: Layout | None,
+    order: Sequence[int],
+    reading: str = "",
 ) -> tuple[Arrays, Arrays]:
-    """Computes a `dot_general`, whose operand `at` is a parameter, by a recipe."""
+    """Computes a `dot_general`, whose operand `at` is a parameter, by a recipe.
+
+    `order` is that of the contracted axes in the matrix of `layout`, `reading` that of `FrozenWeight`.
+    """
     like: Any = step.eqn.outvars[0].aval
     params = step.eqn.params
     x, w = values[1 - at], stored[at]
     contracted, batch = params["dimension_numbers"]
     if at == 0:
         contracted, batch = contracted[::-1], batch[::-1]
+    contracted = tuple(tuple(axes[i] for i in order) for axes in contracted)
+    if isinstance(w, FrozenWeight):
+        if (w.recipe, w.reading) != (recipe, reading):
+            raise ValueError(
+                f"the parameter {product.path!r} was frozen for another product or recipe than "
+                f"{product.equation}: freeze the parameters with this function and these rules"
+            )
+        shape = step.eqn.invars[at].aval.shape
+        columns = [size for axis, size in enumerate(shape) if axis not in contracted[1]]
+        sizes = [*columns, *(shape[axis] for axis in contracted[1])]
+        scale = w.scale if w.scale.size == 1 else w.scale.reshape(*columns, *(1,) * len(order))
+        w = QTensor(w.values.reshape(sizes), scale)
     options = {key: params[key] for key in ("precision", "preferred_element_type")}
     try:
-        y = _product(recipe, implementation, (contracted, batch), *options.values())(x, w)
+        product_of = partial(_product, recipe, implementation, layout, (contracted, batch))
+        y = product_of(*options.values())(x, w)
     except ValueError as error:
         raise unsupported(product, error) from error
     if at == 0:  # [*batch, *rows, *columns] to [*batch, *columns, *rows]
@@ -306,6 +330,7 @@ class Call(NamedTuple):
       carried: the operands that the first results of the first body replace in the next iteration.
       times: number of iterations, or of devices.
       alternatives: whether each body computes the results; otherwise the first does.
+      sliced: the operands of which each iteration receives a slice along the first axis.
     """
 
     bodies: tuple
@@ -313,6 +338,7 @@ class Call(NamedTuple):
     carried: Sequence[int] = ()
     times: int = 1
     alternatives: bool = False
+    sliced: Sequence[int] = ()
 
 
 def _differing(values: Arrays, stored: Arrays) -> Arrays:
@@ -331,7 +357,8 @@ def inline(step: Step, values: Arrays, stored: Arrays) -> tuple[Arrays, Arrays]:
     def place(arrays, name):
         shardings = params.get(name, [None] * len(arrays))
         return [
-            constrain(a, s) if isinstance(s, Sharding) else a for a, s in zip(arrays, shardings)
+            constrain(a, s) if isinstance(s, Sharding) and not isinstance(a, FrozenWeight) else a
+            for a, s in zip(arrays, shardings)
         ]
 
     values, stored = place(values, "in_shardings"), _differing(values, stored)
@@ -356,7 +383,8 @@ def _scan_sizes(eqn) -> tuple[int, int]:
 def _read_scan(eqn) -> Call:
     first, count = _scan_sizes(eqn)
     operands, carried = range(len(eqn.invars)), range(first, first + count)
-    return Call((eqn.params["jaxpr"],), (operands,), carried, eqn.params["length"])
+    sliced = range(first + count, len(eqn.invars))
+    return Call((eqn.params["jaxpr"],), (operands,), carried, eqn.params["length"], sliced=sliced)
 
 
 def _scan(step: Step, values: Arrays, stored: Arrays) -> tuple[Arrays, Arrays]:

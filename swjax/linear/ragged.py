@@ -32,12 +32,13 @@ def ragged_switchback(
     `swjax.switchback`: one scale per row of x and of the gradient, one scale per expert's weight (or one per
     expert and channel). The weight gradient is a product in the dtype of x. `switchback_hadamard` computes it
     in int8, from rotated rows, where that is faster: with at least 512 rows for an average expert, and
-    ``k n / (k + n)`` of at least 1,024. Rows beyond the sum of the groups are zero, in y and in the gradient
+    ``k n / (k + n)`` of at least 700. Rows beyond the sum of the groups are zero, in y and in the gradient
     of x. Inside `jax.jit` no group size is an error: negative sizes count as zero, and groups end at the
     last row.
 
-    On NVIDIA GPUs from Ampere on, Triton kernels compute the products, also those of the recipe "standard"
-    in 16 bits. On CPUs, XLA expands a ragged product to a dense one over all experts.
+    Kernels compute the products on NVIDIA GPUs, in Mosaic on Hopper and in Triton from Ampere on, also those
+    of the recipe "standard" in 16 bits. Elsewhere, and in float32, XLA computes them; on CPUs it expands a
+    ragged product to a dense one over all experts.
 
     Args:
       x: [m, k] float16, bfloat16 or float32, rows sorted by expert.
@@ -48,7 +49,7 @@ def ragged_switchback(
         without rotated features and outliers. Its weight gradient is in 16 bits or in blocks of tokens.
       out_dtype: dtype of y; None uses the dtype of x.
       precision: precision of the products without quantization, see `jax.lax.dot_general`.
-      implementation: "xla", "triton" or None, which chooses; see `swjax.switchback`.
+      implementation: see `swjax.switchback`; None chooses.
 
     Returns:
       y: [m, n] in `out_dtype`.

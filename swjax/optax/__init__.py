@@ -1,10 +1,11 @@
-"""Optimizers as optax gradient transformations. The package needs only JAX and optax.
+"""Optimizers as optax gradient transformations. The package needs JAX, optax and `swjax.kernels` only.
 
 >>> from swjax.optax import stable_adamw
 >>> optimizer = stable_adamw(learning_rate=2e-3)
 """
 
 from swjax.optax.convert import from_adamw_state
+from swjax.optax.eight_bits import EightBitMomentsState, eight_bit_moments
 from swjax.optax.matrices import guess_matrices, stacked_axes
 from swjax.optax.orthogonal import muon
 from swjax.optax.rms import adamw_rms_by_path, rms_by_path
@@ -22,11 +23,13 @@ from swjax.optax.tensors import TensorValues, path_name
 
 __all__ = [
     "DynamicLossScaleState",
+    "EightBitMomentsState",
     "PerTensorGuardState",
     "StableAdamWState",
     "TensorValues",
     "adamw_rms_by_path",
     "dynamic_loss_scale",
+    "eight_bit_moments",
     "from_adamw_state",
     "guess_matrices",
     "loss_scale",

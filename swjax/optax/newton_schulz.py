@@ -38,8 +38,8 @@ COEFFICIENTS: dict[str, tuple[tuple[float, float, float], ...]] = {
 }
 STEPS = 5
 
-# Powers of two by which Gram matrices and iterates are stored, so that float16 holds their small elements with
-# all digits: singular values are at most about 1, and elements of large matrices far below.
+# Powers of two by which Gram matrices and iterates are multiplied, so that float16 holds their small elements
+# with all digits: singular values are at most about 1, and elements of large matrices far below.
 _GRAM_SCALE = 2.0**10
 _ITERATE_SCALE = 2.0**6
 
@@ -56,8 +56,8 @@ _LONG = 1.5
 def coefficients_of(name: str, steps: int) -> jax.Array:
     """The coefficients of each step, [3] if all steps have the same, otherwise [steps, 3] float32.
 
-    >>> coefficients_of("polar_express", 2)[1].round(3).tolist()
-    [4.065999984741211, -2.861000061035156, 0.5180000066757202]
+    >>> coefficients_of("polar_express", 2)[1].round(3)
+    Array([ 4.066, -2.861,  0.518], dtype=float32)
     """
     table = COEFFICIENTS[name]
     if len(table) == 1:

@@ -1,0 +1,131 @@
+"""swjax.optax.eight_bit_moments: rounding, parity, resuming, sharding, bad input."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from swjax.optax import eight_bit_moments, muon, rms_by_path, stable_adamw
+from swjax.optax.eight_bits import EightBits, decode, encode
+
+run = jax.jit(lambda x, seed: decode(encode(x, 128, seed), 128))
+
+
+def test_rounding_is_within_one_ratio_and_unbiased():
+    """Against float64, over ten decades, with a last block that is not whole, zeros and signs."""
+    rng = np.random.default_rng(0)
+    x = rng.choice([-1, 1], (40, 200)) * 10.0 ** rng.uniform(-10, 0, (40, 200))
+    x[:, ::7] = 0
+    x[3] = 0  # a whole block
+    x = x.astype("float32")
+    results = np.stack([np.asarray(run(x, seed), np.float64) for seed in range(400)])
+    assert (np.sign(results) == np.sign(x)).all()
+    ratio = np.abs(results[:, x != 0] / x[x != 0])
+    largest = 2 ** (10 * np.log2(10) / 126)  # of two neighbours: ten decades in 126 steps
+    assert 1 / largest < ratio.min() and ratio.max() < largest
+    assert np.abs(ratio.mean(0) - 1).max() < 5 * 0.09 / 20  # of 400 numbers in [0.9, 1.1]
+    assert abs(ratio.mean() - 1) < 5e-4
+
+
+def test_blocks_that_are_not_finite_are_nan_and_small_elements_stay():
+    x = np.full((3, 256), 1e-6, "float32")
+    x[0, 3], x[1, 200], x[2, 0] = np.inf, np.nan, 1e20
+    got = np.asarray(run(x, 0))
+    assert np.isnan(got).tolist() == [[i == 0] * 128 + [i == 1] * 128 for i in range(3)]
+    assert got[2, 0] == pytest.approx(1e20, rel=1e-5)
+    assert (got[2, 1:128] >= 1e-6).all()  # 2^-40 of the largest
+    np.testing.assert_allclose(got[2, 128:], 1e-6, rtol=1e-5)
+
+
+PARAMS = {"w": (96, 128), "v": (128, 64), "b": (128,)}
+OPTIMIZERS = {
+    "stable_adamw": partial(stable_adamw, 3e-3, b2=0.99, weight_decay=0.0),
+    "muon": partial(muon, 3e-3, {"w": True, "v": False, "b": False}, weight_decay=0.0),
+    "adamw": partial(optax.adamw, 3e-3),
+}
+
+
+def problem():
+    """A network of two layers that fits another one: parameters, loss and batches."""
+    rng = np.random.default_rng(0)
+    new = lambda: {
+        n: jnp.asarray(rng.normal(size=s) / s[0] ** 0.5, "float32") for n, s in PARAMS.items()
+    }
+    apply = lambda p, x: jnp.tanh(x @ p["w"] + p["b"][None]) @ p["v"]
+    params, target = new(), new()
+    loss = lambda p, x: jnp.mean((apply(p, x) - apply(target, x)) ** 2)
+    return params, loss, jnp.asarray(rng.normal(size=(200, 64, 96)), "float32")
+
+
+def train(optimizer, params, loss, batches, state=None):
+    def step(carry, x):
+        params, state = carry
+        value, grads = jax.value_and_grad(loss)(params, x)
+        updates, state = optimizer.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), value
+
+    with jax.numpy_dtype_promotion("standard"):  # optax.adamw mixes dtypes
+        state = optimizer.init(params) if state is None else state
+        return jax.jit(lambda *carry: jax.lax.scan(step, carry, batches))(params, state)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_is_that_of_float32_and_resumes_with_the_same_bits(name):
+    params, loss, batches = problem()
+    (_, state), losses = train(OPTIMIZERS[name](), params, loss, batches)
+    optimizer = eight_bit_moments(OPTIMIZERS[name]())
+    (end, small), in_8_bits = train(optimizer, params, loss, batches)
+    want = float(losses[-20:].mean())
+    assert want < 0.2 * float(losses[0])
+    assert float(in_8_bits[-20:].mean()) == pytest.approx(want, rel=0.05)
+    size = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))
+    assert size(small) < 0.33 * size(state)
+    half, _ = train(optimizer, params, loss, batches[:100])
+    (again, after), _ = train(optimizer, half[0], loss, batches[100:], half[1])
+    jax.tree.map(np.testing.assert_array_equal, (again, after), (end, small))
+    if name != "adamw":
+        assert rms_by_path(small)
+
+
+def test_small_arrays_and_other_fields_stay():
+    """And optax finds the arrays that belong to parameters."""
+    optimizer = eight_bit_moments(stable_adamw(1e-3), fields=("mu",))
+    state = optimizer.init({n: jnp.ones(s) for n, s in PARAMS.items()})
+    jax.tree.map(
+        np.testing.assert_array_equal, optax.tree.map_params(optimizer, lambda x: x, state), state
+    )
+    mu, nu = state.inner.mu, state.inner.nu
+    assert isinstance(mu["w"], EightBits) and mu["w"].largest.shape == (96, 1)
+    assert isinstance(mu["b"], jax.Array) and isinstance(nu["w"], jax.Array)
+
+
+def test_every_sharding_has_the_same_bits():
+    params = {"w": jax.random.normal(jax.random.key(0), (64, 512))}
+    optimizer = eight_bit_moments(stable_adamw(1e-3))
+    update = jax.jit(optimizer.update)
+    want = update(params, optimizer.init(params), params)[1]
+    mesh = jax.make_mesh((2,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+    for spec in (PartitionSpec("fsdp"), PartitionSpec(None, "fsdp")):
+        placed = jax.device_put(params, NamedSharding(mesh, spec))
+        state = jax.jit(optimizer.init)(placed)
+        got = update(placed, state, placed)[1]
+        assert got.inner.nu["w"].codes.sharding.spec == spec
+        jax.tree.map(np.testing.assert_array_equal, got.inner.nu, want.inner.nu)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"block": 0}, "block must be an int of at least 1, got 0"),
+        ({"fields": "mu"}, r"names of fields, got 'mu': pass a tuple"),
+        ({"fields": ("trace",)}, "none of the fields trace in the state .*: name those"),
+    ],
+)
+def test_bad_arguments_are_one_line(arguments, message):
+    with pytest.raises(ValueError, match=message) as error:
+        eight_bit_moments(stable_adamw(1e-3), **arguments).init({"w": jnp.ones((64, 128))})
+    assert "\n" not in str(error.value)
