@@ -116,7 +116,10 @@ def test_the_dtype_of_muons_products(micro, dtype):
 def test_a_run_with_muon(micro, tmp_path):
     """It clips, freezes and resumes; the RMS that it records are those of AdamW's tensors."""
     config = micro(
-        optimizer__name="muon", optimizer__grad_clip_norm=1.0, optimizer__freeze="^text/"
+        optimizer__name="muon",
+        optimizer__grad_clip_norm=1.0,
+        optimizer__freeze="^text/",
+        diagnostics__rms="true",
     )
     with jax.numpy_dtype_promotion("standard"):
         assert train(config, tmp_path / "whole") == 0
