@@ -10,6 +10,7 @@ Errors are those of float32 inputs against float64 products, on drawn data:
 - tokens: each token of x and g is multiplied by exp(z), z normal. Errors of y and dx are means over tokens.
 """
 
+import argparse
 import functools
 
 import jax
@@ -70,13 +71,15 @@ def _relative(error: np.ndarray, value: np.ndarray, axis: int | None) -> float:
 def table(recipes: tuple[str, ...] = tuple(swjax.RECIPES)) -> str:
     """The errors in percent, as a table in Markdown."""
     columns = [errors(data, recipes) for data in DATA]
-    names = [f"{data}: {name}" for data in DATA for name in ("y", "dx", "dw")]
-    rows = [["recipe", *names], ["---"] * (1 + len(names))]
+    names = [f"{data}:&nbsp;y|dx|dw" for data in DATA]
+    rows = [["recipe", *names], ["---"] * (1 + 3 * len(names))]
     for recipe in recipes:
         percents = (100 * error for column in columns for error in column[recipe])
         rows.append([f"`{recipe}`", *(f"{p:.2g}" if p > 1e-3 else "0" for p in percents)])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return "\n".join(f"|{'|'.join(row)}|" for row in rows)
 
 
 if __name__ == "__main__":
-    print(table())
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--recipes", nargs="+", default=list(swjax.RECIPES), choices=swjax.RECIPES)
+    print(table(tuple(parser.parse_args().recipes)))

@@ -2,7 +2,9 @@
 
 import json
 import logging
+import re
 import warnings
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -61,6 +63,18 @@ def test_the_choice_for_a_chip(chip, recipe, capsys):
         and repr(recipe) in said
         and f"int8 {chips.named(chip).int8 or 0}" in said
     )
+
+
+def test_the_page_has_the_table():
+    page = (Path(__file__).parents[1] / "docs" / "chips.md").read_text()
+    rows = {row.split("|")[1].strip(): row for row in page.splitlines() if row.startswith("| ")}
+    for chip in chips.CHIPS:
+        _, _, *peaks, formats, chosen, _, tried, _ = map(str.strip, rows[chip.name].split("|"))
+        numbers = [f"{peak:,g}" if peak else "-" for peak in (chip.bf16, chip.fp8, chip.int8)]
+        assert peaks == numbers and formats == (", ".join(chip.block_formats) or "-")
+        with targets.compiling_for(chip.name):
+            best = {auto.choose(*shapes, quietly=True) for shapes in ((), (WIDE.shape,))}
+        assert set(re.findall(r"`(\w+)`", chosen)) == best and tried
 
 
 def test_it_is_said_once(capsys):

@@ -84,7 +84,7 @@ def quantize_blocks(
     ======================  =================================================================================
     "float32"               m / largest(dtype), as `swjax.quantize` does
     "float8_e8m0fnu" (MX)   2 ** (floor(log2 m) - e), with e the exponent of the largest value of `dtype`: the
-                            OCP specification, which rounds the scale down and clips up to a fifth of m.
+                            OCP specification, which rounds the scale down and clips up to an eighth of m.
                             `jax.nn.scaled_matmul` rounds m / largest(dtype) up to a power of two, and clips nothing
     "float8_e4m3fn" (NV)    m / largest(dtype) * encode, rounded to e4m3, with encode = 448 * largest(dtype) / M for
                             the largest magnitude M of the array, as Transformer Engine defines it
