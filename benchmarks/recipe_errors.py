@@ -5,8 +5,8 @@
 Errors are those of float32 inputs against float64 products, on drawn data:
 
 - normal: all arrays are normal;
-- outliers: six of the 1,024 channels of x are 30 times as large. Errors are relative to what the other channels
-  contribute: y without those six, and the other rows of dw;
+- outliers: six of the 1,024 channels of x are 30 times as large. Errors are relative to what the other
+  channels contribute: y without those six, and the other rows of dw;
 - tokens: each token of x and g is multiplied by exp(z), z normal. Errors of y and dx are means over tokens.
 """
 
