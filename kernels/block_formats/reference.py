@@ -88,8 +88,8 @@ def quantize_blocks(
     - "float8_e4m3fn", NVFP4: m / largest(dtype) * encode, rounded to e4m3, with encode = 448 *
       largest(dtype) / M and the largest magnitude M of the array, as in Transformer Engine.
 
-    m and M are at least 2**-92, as in `swjax.quantize`. A block with a non-finite element becomes NaN; in NVFP4,
-    the whole array.
+    m and M are at least 2**-92, as in `swjax.quantize`. A block with a non-finite element becomes NaN; in
+    NVFP4, the whole array.
 
     Args:
       x: [...] float16, bfloat16 or float32, of any size.
@@ -125,7 +125,8 @@ def quantize_blocks(
     ):
         raise ValueError(
             f"quantize_blocks needs a dtype of {', '.join(_LARGEST_EXPONENT)}, a scale of "
-            f"{', '.join(SCALES)}, a positive block and for square blocks a matrix, got {dtype!r}, {scale!r}, {block} and {x.shape}"
+            f"{', '.join(SCALES)}, a positive block and for square blocks a matrix, got "
+            f"{dtype!r}, {scale!r}, {block} and {x.shape}"
         )
     largest, one = ELEMENTS[dtype], jnp.ones((1,) * x.ndim, jnp.float32)
     if not x.size:
