@@ -7,13 +7,13 @@
     python -m benchmarks.language_models --models tiny --out=tiny.json      # on any machine
 
 "blocks": the gradients of all parameters and of the input. "step": embedding, blocks, head, cross-entropy in
-chunks, and AdamW by optax, with donated buffers. The embedding and the head are in bf16 in every arm. Arms:
-"flax" is plain Flax NNX in bf16; a recipe alone is the same model converted by
-`swjax.nnx.quantize_model(blocks, {".*": recipe})`; "+fused" are the operations of swjax called by hand; the
-others are Flax's fp8 products and Qwix. Parameters are in float32. PyTorch has its own program,
-language_models_torch.py, with the same shapes. With --mesh, devices share a whole step by FSDP: see
-language_models_fsdp.py; the batch is that of each device, and `efficiency` is the time of one device in the
-same run over the time of several.
+chunks, and AdamW by optax, with donated buffers. The embedding, the head and routers are in bf16 in every
+arm; parameters are in float32. Arms: "flax" is plain Flax NNX in bf16, with `jax.lax.ragged_dot` for experts;
+a recipe alone is the same model converted by `swjax.nnx.quantize_model(blocks, {".*": recipe})`; "+fused" are
+the operations of swjax called by hand; "+8_bits" stores activations in int8; the others are Flax's fp8
+products and Qwix. PyTorch has its own program, language_models_torch.py, with the same shapes. With --mesh,
+devices share a whole step by FSDP: see language_models_fsdp.py. The batch is that of each device, and
+`efficiency` is the time of one device in the same run over the time of several.
 
 Data are random and on the device. Times are wall-clock times over consecutive calls, the median of REPEATS.
 Kernel times come from CUPTI, those of several devices from the profiler, a step. Memory is XLA's plan for a

@@ -31,8 +31,10 @@ class Block(nnx.Module):
         self.attention_norm, self.mlp_norm = norm(width), norm(width)
         self.q_proj, self.o_proj = linear(width, queries), linear(queries, width)
         self.k_proj, self.v_proj = linear(width, keys), linear(width, keys)
-        self.gate_proj, self.up_proj = linear(width, hidden), linear(width, hidden)
-        self.down_proj = linear(hidden, width)
+        self.experts = Experts(shape, rngs) if shape.experts else None
+        if self.experts is None:
+            self.gate_proj, self.up_proj = linear(width, hidden), linear(width, hidden)
+            self.down_proj = linear(hidden, width)
         self.q_norm = norm(shape.head_width) if shape.qk_norm else None
         self.k_norm = norm(shape.head_width) if shape.qk_norm else None
         self.head_width = shape.head_width
@@ -40,8 +42,12 @@ class Block(nnx.Module):
     def __call__(self, x: jax.Array, rotation: Rotation | None) -> jax.Array:
         y = self.attention_norm(x)
         x = x + self.o_proj(self.attend(self.q_proj(y), self.k_proj(y), self.v_proj(y), rotation))
-        y = self.mlp_norm(x)
-        return x + self.down_proj(nnx.silu(self.gate_proj(y)) * self.up_proj(y))
+        return x + self.mlp(self.mlp_norm(x))
+
+    def mlp(self, y: jax.Array) -> jax.Array:
+        if self.experts is not None:
+            return self.experts(y)
+        return self.down_proj(nnx.silu(self.gate_proj(y)) * self.up_proj(y))
 
     def attend(self, q, k, v, rotation):
         """Causal attention: [b, t, heads x head_width] -> the same."""
@@ -77,26 +83,86 @@ class FusedBlock(Block):
         *qkv, out = (layer.kernel[...] for layer in attention)
         ys, x = swjax.switchback(x, tuple(qkv), prologue=norm, residual=True, **options)
         x = swjax.switchback(self.attend(*ys, rotation), out, addend=x, **options)
+        if self.experts is not None:
+            return x + self.experts(self.mlp_norm(x))
         mlp = (layer.kernel[...] for layer in (self.gate_proj, self.up_proj, self.down_proj))
         options = {"recipe": self.recipe, "layouts": (self.layout, self.layout)}
         return swjax.gated_mlp(x, *mlp, prologue=norm2, add_input=True, **options)
 
 
+class Experts(nnx.Module):
+    """SwiGLUs of which each token is sent to the `chosen` most likely; no token is dropped.
+
+    `recipe` None multiplies by `jax.lax.ragged_dot`.
+    """
+
+    def __init__(self, shape: Shape, rngs: nnx.Rngs):
+        sizes = (shape.experts, shape.width, shape.hidden)
+        init = nnx.initializers.lecun_normal(batch_axis=(0,))
+        weight = lambda *sizes: nnx.Param(init(rngs.params(), sizes, jnp.float32))
+        self.router = nnx.Linear(shape.width, shape.experts, use_bias=False, dtype=DTYPE, rngs=rngs)
+        self.gate, self.up = weight(*sizes), weight(*sizes)
+        self.down = weight(shape.experts, shape.hidden, shape.width)
+        self.chosen, self.recipe = shape.chosen, None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[b, t, width] -> the same."""
+        logits = self.router(x).reshape(-1, self.gate.shape[0]).astype(jnp.float32)
+        factors, ids = jax.lax.top_k(jax.nn.softmax(logits), self.chosen)
+        factors /= jnp.sum(factors, axis=-1, keepdims=True)
+        order = jnp.argsort(ids.reshape(-1))
+        inverse = jnp.argsort(order)
+        ends = jnp.searchsorted(ids.reshape(-1)[order], jnp.arange(logits.shape[1] + 1))
+        sizes = jnp.diff(ends).astype(jnp.int32)
+        copies = jnp.repeat(x.reshape(-1, x.shape[-1]), self.chosen, axis=0)
+        y = permuted(self.swiglu(permuted(copies, order, inverse), sizes), inverse, order)
+        y = y.reshape(-1, self.chosen, x.shape[-1]) * factors[..., None].astype(y.dtype)
+        return jnp.sum(y, axis=1).reshape(x.shape)
+
+    def swiglu(self, rows: jax.Array, sizes: jax.Array) -> jax.Array:
+        ws = (self.gate[...], self.up[...], self.down[...])
+        if self.recipe is not None:
+            return swjax.gated_ragged_mlp(rows, *ws, sizes, recipe=self.recipe)
+        gate, up, down = (w.astype(rows.dtype) for w in ws)
+        product = partial(jax.lax.ragged_dot, group_sizes=sizes)
+        return product(nnx.silu(product(rows, gate)) * product(rows, up), down)
+
+
+@jax.custom_vjp
+def permuted(x: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
+    """x [n, d] in another order of rows; a gather's own derivative would add by atomic operations."""
+    return x[order]
+
+
+permuted.defvjp(
+    lambda x, *orders: (x[orders[0]], orders), lambda orders, g: (g[orders[1]], None, None)
+)
+
+
 class Blocks(nnx.Module):
-    """A stack of blocks: [b, t, width] -> the same. `remat` recomputes each block in the backward pass."""
+    """A stack of blocks: [b, t, width] -> the same.
+
+    `remat` recomputes each block in the backward pass; `in_8_bits` stores in int8 what a block saves.
+    """
 
     def __init__(self, make: Callable[[nnx.Rngs], Block], shape: Shape, remat: bool):
         self.layers = nnx.List([make(nnx.Rngs(i)) for i in range(shape.layers)])
-        self.remat = remat
+        self.remat, self.in_8_bits = remat, False
 
     def __call__(self, x: jax.Array, rotation: Rotation | None) -> jax.Array:
-        def call(layer, x, rotation):
-            return layer(x, rotation)
-
-        call = nnx.remat(call) if self.remat else call
         for layer in self.layers:
-            x = call(layer, x, rotation)
+            x = self.call(layer, x, rotation)
         return x
+
+    def call(self, layer: Block, x: jax.Array, rotation: Rotation | None) -> jax.Array:
+        if not (self.remat or self.in_8_bits):
+            return layer(x, rotation)
+        graph, params = nnx.split(layer)
+        call = lambda params, x, rotation: nnx.merge(graph, params)(x, rotation)
+        call = jax.checkpoint(call) if self.remat else call
+        if self.in_8_bits:
+            call = swjax.checkpoint_policies.store_in_8_bits(call)
+        return call(params, x, rotation)
 
 
 class LanguageModel(nnx.Module):
@@ -141,11 +207,26 @@ def plain(shape: Shape, remat: bool) -> nnx.Module:
 
 
 def converted(recipe: str, shape: Shape, remat: bool) -> nnx.Module:
-    return swjax.nnx.quantize_model(plain(shape, remat), {".*": recipe})
+    blocks = with_experts(recipe, plain(shape, remat))
+    return swjax.nnx.quantize_model(blocks, {"(?!.*/router$).*": recipe})
 
 
 def fused(recipe: str, shape: Shape, remat: bool) -> nnx.Module:
-    return Blocks(lambda rngs: FusedBlock(shape, rngs, recipe), shape, remat)
+    blocks = Blocks(lambda rngs: FusedBlock(shape, rngs, recipe), shape, remat)
+    return with_experts(recipe, blocks)
+
+
+def with_experts(recipe: str, blocks: nnx.Module) -> nnx.Module:
+    for _, module in nnx.iter_modules(blocks):
+        if isinstance(module, Experts):
+            module.recipe = recipe
+    return blocks
+
+
+def in_8_bits(arm: Callable[[Shape, bool], nnx.Module], shape: Shape, remat: bool) -> nnx.Module:
+    blocks = arm(shape, remat)
+    blocks.in_8_bits = True
+    return blocks
 
 
 def qwix(dtype: str, shape: Shape, remat: bool) -> nnx.Module:
@@ -190,6 +271,9 @@ class Fp8Product(nnx.Module):
 ARMS: dict[str, Callable[[Shape, bool], nnx.Module]] = {
     "flax": plain,
     "switchback_hadamard+fused": partial(fused, "switchback_hadamard"),
+    "switchback_hadamard+fused+8_bits": partial(in_8_bits, partial(fused, "switchback_hadamard")),
+    "int8_hadamard+fused+8_bits": partial(in_8_bits, partial(fused, "int8_hadamard")),
+    "flax+8_bits": partial(in_8_bits, plain),
     "switchback_hadamard": partial(converted, "switchback_hadamard"),
     "int8_hadamard": partial(converted, "int8_hadamard"),
     "int8_hadamard+fused": partial(fused, "int8_hadamard"),

@@ -1,4 +1,4 @@
-"""FSDP of the models of language_models_flax.py: one mesh axis shards the tokens, the weights and their moments.
+"""FSDP of the models of language_models_flax.py: one mesh axis shards tokens, weights and their moments.
 
 The mesh is explicit. Layers of swjax read the sharding from the types of x and w: each gathers its weight
 quantized, once for the forward and once for the backward pass, and reduce-scatters its gradient. Flax's
@@ -11,16 +11,16 @@ from functools import partial
 from typing import Any
 
 import jax
-import swjax.nnx
 from flax import nnx
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from swjax.losses import linear_cross_entropy
-from swjax.models.embeddings import lookup
 
+import swjax.nnx
 from benchmarks.language_models_flax import DTYPE, FusedBlock, LanguageModel, rotation
 from benchmarks.language_models_shapes import CHUNK, Shape
+from swjax.losses import linear_cross_entropy
+from swjax.models.embeddings import lookup
 
 AXIS = "fsdp"
 # Each device runs the function on its part of every array, split along the first axis.
@@ -29,13 +29,15 @@ on_each = partial(jax.shard_map, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=
 
 def make_mesh(devices: int) -> Mesh:
     if devices > len(jax.devices()):
-        raise ValueError(f"--mesh fsdp={devices} needs {devices} devices, {len(jax.devices())} are here")
+        raise ValueError(
+            f"--mesh fsdp={devices} needs {devices} devices, {len(jax.devices())} are here"
+        )
     kinds = (AxisType.Explicit,)
     return jax.make_mesh((devices,), (AXIS,), kinds, devices=jax.devices()[:devices])
 
 
 def placed(tree: Any, mesh: Mesh) -> Any:
-    """Adds shardings to a tree of `jax.ShapeDtypeStruct`s: matrices by their first axis, vectors replicated."""
+    """Adds shardings to `jax.ShapeDtypeStruct`s: matrices by their first axis, vectors replicated."""
 
     def place(leaf):
         split = leaf.ndim > 1 and leaf.shape[0] % mesh.size == 0

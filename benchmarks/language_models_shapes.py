@@ -24,6 +24,8 @@ class Shape(NamedTuple):
       vocabulary: 0 for blocks alone.
       tied: whether the head is the embedding.
       qk_norm: whether queries and keys have an RMSNorm.
+      experts, chosen: number of experts in place of the SwiGLU, each of width `hidden`, and of those that a
+        token is sent to; 0 for none.
     """
 
     width: int
@@ -37,22 +39,28 @@ class Shape(NamedTuple):
     vocabulary: int = 0
     tied: bool = True
     qk_norm: bool = False
+    experts: int = 0
+    chosen: int = 0
 
     @property
     def tokens(self) -> int:
         return self.batch * self.length
 
+    def weights_of(self, experts: int) -> int:
+        """Elements of the matrices of a block with this number of experts, or with its SwiGLU."""
+        attention = 2 * (self.heads + self.kv_heads) * self.head_width
+        return self.width * (attention + self.experts + 3 * self.hidden * (experts or 1))
+
     @property
     def weights(self) -> int:
-        """Elements of the matrices of a block."""
-        attention = 2 * (self.heads + self.kv_heads) * self.head_width
-        return self.width * (attention + 3 * self.hidden)
+        """Elements of the matrices of a block that a token is multiplied by."""
+        return self.weights_of(self.chosen)
 
     @property
     def state_bytes(self) -> int:
         """Bytes of fp32 parameters, their gradients and AdamW's moments."""
         vocabulary = self.width * self.vocabulary * (1 if self.tied else 2)
-        return 16 * (self.layers * self.weights + vocabulary)
+        return 16 * (self.layers * self.weights_of(self.experts) + vocabulary)
 
     @property
     def flops(self) -> int:
@@ -71,7 +79,11 @@ SHAPES = {
         "llama-3-8b": Shape(4096, 14336, 32, 8, 128, 2, 4, 4096),
         "llama-3.2-1b": Shape(2048, 8192, 32, 8, 64, 4, 8, 4096),
         "qwen3-0.6b": Shape(1024, 3072, 16, 8, 128, 8, 8, 4096),
+        "qwen3-30b-a3b": Shape(
+            2048, 768, 32, 4, 128, 2, 4, 4096, qk_norm=True, experts=128, chosen=8
+        ),
         "tiny": Shape(64, 128, 4, 2, 16, 1, 2, 64),
+        "tiny-moe": Shape(64, 32, 4, 2, 16, 1, 2, 64, experts=8, chosen=2),
     },
     "step": {
         "llama-3-8b": Shape(4096, 14336, 32, 8, 128, 32, 2, 4096, 128_256, tied=False),
@@ -82,7 +94,7 @@ SHAPES = {
 }
 KINDS = tuple(SHAPES)
 MODELS = tuple(dict.fromkeys(model for shapes in SHAPES.values() for model in shapes))
-MEASURED = MODELS[:-1]  # all but "tiny"
+MEASURED = tuple(model for model in MODELS if not model.startswith("tiny"))
 CHUNK = 512  # positions of each sequence whose logits exist at a time
 EPSILON, ROPE_BASE = 1e-6, 5e5
 MESH = "devices that share a whole step; the batch is that of each. Several: each in turn"

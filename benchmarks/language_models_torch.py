@@ -62,6 +62,8 @@ PACKAGES = ("torch", "torchao", "triton")
 class Block(nn.Module):
     def __init__(self, shape: Shape):
         super().__init__()
+        if shape.experts:
+            raise ValueError("this program has no experts: use benchmarks/kernels/experts_torch.py")
         linear = lambda rows, columns: nn.Linear(rows, columns, bias=False)
         width, hidden = shape.width, shape.hidden
         queries, keys = shape.heads * shape.head_width, shape.kv_heads * shape.head_width

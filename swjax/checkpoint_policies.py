@@ -4,10 +4,20 @@
 of them; these policies select by name. Each policy saves the quantized weights, so that recomputing a layer
 does not quantize its weight again. They take one byte per parameter, and two on GPUs.
 
-JAX's own policies work as well; docs/transformations.md lists them.
+JAX's own policies work as well; docs/transformations.md lists them. `store_in_8_bits` stores in 8 bits what a
+policy saves.
 """
 
+import math
+from collections.abc import Callable
+from typing import Any
+
 import jax
+import jax.numpy as jnp
+from jax import lax
+
+from swjax.kernels import reference
+from swjax.kernels.reference import QTensor
 
 _WEIGHTS = ("swjax_w_q", "swjax_w_scale")
 _INPUTS = ("swjax_x_q", "swjax_x_scale")
@@ -24,3 +34,101 @@ save_outputs = jax.checkpoint_policies.save_only_these_names(*_WEIGHTS, "swjax_x
 
 # Save the quantized activations and the outputs.
 save_linear = jax.checkpoint_policies.save_only_these_names(*_WEIGHTS, *_INPUTS, "swjax_y")
+
+_SMALLEST_GROUP = (
+    16  # of features; a scale for each would take a quarter of the bytes of its int8 values
+)
+
+
+def store_in_8_bits(function: Callable[..., Any], *, group: int = 128) -> Callable[..., Any]:
+    """Returns `function` with a backward pass that reads activations from int8.
+
+    The values of `function` do not change. Between the forward and the backward pass, each array
+    [*tokens, ..., n] of floats is stored in int8, with a float32 scale for each token and group of features.
+    This takes half of the memory of bfloat16, and two passes over the array. `tokens` are the axes of the
+    first result before its last; other arrays, such as parameters, are stored as they are.
+
+    Gradients have the error of the rounding, about 0.7% of a group of normal values. A feature much larger
+    than the others of its group increases it. Derivatives of the gradients treat rounding as a constant.
+
+    Args:
+      function: a function of trees of arrays, such as a block of a model, or its `jax.checkpoint`, whose
+        policy then selects what is stored. It must not refer to other arrays that are differentiated.
+      group: largest number of neighbouring features that share a scale. The group of an array with n features
+        is the greatest common divisor of both; arrays with a group below 16 are stored as they are.
+
+    Raises:
+      ValueError: `group` is below 16.
+
+    >>> layer = lambda w, x: jnp.sin(x @ w)
+    >>> w, x = jnp.eye(64), jnp.ones((2, 3, 64))
+    >>> gradient = jax.grad(lambda w, layer: jnp.sum(layer(w, x)))
+    >>> error = gradient(w, store_in_8_bits(layer)) - gradient(w, layer)
+    >>> bool(jnp.max(jnp.abs(error)) < 0.02)
+    True
+
+    References:
+      Xi et al., "COAT: Compressing optimizer states and activation for memory-efficient FP8 training", 2024,
+      https://arxiv.org/abs/2410.19313
+    """
+    if group < _SMALLEST_GROUP:
+        raise ValueError(
+            f"group must be at least {_SMALLEST_GROUP} features, got {group}: pass 128"
+        )
+    stored = jax.custom_vjp(function)
+
+    def forward(*args):
+        y, backward = jax.vjp(function, *args)
+        tokens = jax.tree.leaves(y)[0].shape[:-1]
+        # A weight [k, n] looks like the activations of k tokens.
+        kept = {id(leaf) for leaf in jax.tree.leaves(args)} if len(tokens) < 2 else set()
+        leaves, structure = jax.tree.flatten(backward)
+        # An array that several derivatives read is stored once.
+        arrays = {id(leaf): leaf for leaf in leaves}
+        packed = {
+            key: _pack(leaf, group) if key not in kept and _fits(leaf, tokens, group) else leaf
+            for key, leaf in arrays.items()
+        }
+        return y, jax.tree.unflatten(structure, [packed[id(leaf)] for leaf in leaves])
+
+    def backward(saved, g):
+        # Without the barrier, XLA may dequantize in the forward pass and store the result.
+        saved, g = lax.optimization_barrier((saved, g))
+        is_packed = lambda leaf: isinstance(leaf, _Packed)
+        return jax.tree.map(lambda a: a.unpack() if is_packed(a) else a, saved, is_leaf=is_packed)(
+            g
+        )
+
+    stored.defvjp(forward, backward)
+    return stored
+
+
+@jax.tree_util.register_pytree_node_class
+class _Packed:
+    """An activation in int8: values [..., n / group, group], and the shape and dtype of the array."""
+
+    def __init__(self, q: QTensor, shape: tuple[int, ...], dtype: str):
+        self.q, self.shape, self.dtype = q, shape, dtype
+
+    def unpack(self) -> jax.Array:
+        return reference.dequantize(self.q, self.dtype).reshape(self.shape)
+
+    def tree_flatten(self):
+        return (self.q,), (self.shape, self.dtype)
+
+    @classmethod
+    def tree_unflatten(cls, static, children):
+        return cls(*children, *static)
+
+
+def _fits(leaf: Any, tokens: tuple[int, ...], group: int) -> bool:
+    if not jnp.issubdtype(leaf.dtype, jnp.floating) or leaf.dtype.itemsize not in (2, 4):
+        return False
+    is_activation = leaf.ndim > len(tokens) and leaf.shape[: len(tokens)] == tokens
+    return is_activation and math.gcd(leaf.shape[-1], group) >= _SMALLEST_GROUP
+
+
+def _pack(x: jax.Array, group: int) -> _Packed:
+    size = math.gcd(x.shape[-1], group)
+    groups = x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
+    return _Packed(reference.quantize(groups, (-1,), "int8"), x.shape, x.dtype.name)

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from benchmarks import language_models
+from benchmarks import language_models, language_models_flax
 from benchmarks.kernels import bench, layers, timing, tune
 from benchmarks.language_models_shapes import SHAPES, check_memory
 from swjax.kernels import dispatch, tiles
@@ -267,6 +268,34 @@ def test_language_models_on_two_devices(monkeypatch):
     assert gathered(("flax", 2), *floats) == {*sizes, *ends}
     assert gathered(("switchback_hadamard+fused", 2), *floats) == {*ends}
     assert gathered(("switchback_hadamard+fused", 2), "s8") == {*sizes}
+
+
+def test_experts_of_language_models():
+    """Against every expert for every token; a block in int8 is near the one in bf16."""
+    shape = SHAPES["blocks"]["tiny-moe"]
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 64, 64)), "float32")
+    mlp = language_models_flax.Experts(shape, nnx.Rngs(0))
+    mlp.router.dtype = jnp.float32
+    chance = jax.nn.softmax(mlp.router(x))
+    largest = jax.lax.top_k(chance, 2)[0]
+    chance = jnp.where(chance >= largest[..., 1:], chance, 0) / jnp.sum(largest, -1, keepdims=True)
+    hidden = [jnp.einsum("btd,edh->bteh", x, w[...]) for w in (mlp.gate, mlp.up)]
+    hidden = jax.nn.silu(hidden[0]) * hidden[1]
+    want = jnp.einsum("bteh,ehd,bte->btd", hidden, mlp.down[...], chance)
+    np.testing.assert_allclose(mlp(x), want, atol=1e-5)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        blocks = [
+            language_models_flax.ARMS[arm](shape, False)
+            for arm in ("flax", "switchback_hadamard+fused")
+        ]
+        bf16, int8 = (
+            jax.grad(lambda x, b=b: jnp.sum(b(x.astype("bfloat16"), None).astype("float32") ** 2))(
+                x
+            )
+            for b in blocks
+        )
+    error = jnp.linalg.norm(int8 - bf16) / jnp.linalg.norm(bf16)
+    assert 0 < error < 0.15  # a few tokens are sent to another expert
 
 
 @pytest.mark.parametrize(
