@@ -92,8 +92,11 @@ def test_training_is_that_of_float32_and_resumes_with_the_same_bits(name):
 
 
 def test_small_arrays_and_other_fields_stay():
-    state = eight_bit_moments(stable_adamw(1e-3), fields=("mu",)).init(
-        {n: jnp.ones(s) for n, s in PARAMS.items()}
+    """And optax finds the arrays that belong to parameters."""
+    optimizer = eight_bit_moments(stable_adamw(1e-3), fields=("mu",))
+    state = optimizer.init({n: jnp.ones(s) for n, s in PARAMS.items()})
+    jax.tree.map(
+        np.testing.assert_array_equal, optax.tree.map_params(optimizer, lambda x: x, state), state
     )
     mu, nu = state.inner.mu, state.inner.nu
     assert isinstance(mu["w"], EightBits) and mu["w"].largest.shape == (96, 1)

@@ -346,16 +346,29 @@ def test_a_siglip_is_the_start_of_a_run(micro, tmp_path, layout, caplog):
 
 @pytest.mark.release
 def test_fine_tuning_from_the_command_to_the_scores(shared_cache, micro, tmp_path):
-    """train.py fine-tunes the text tower of another library's model at another image size, and scores it."""
-    folder, workdir = tmp_path / "weights", tmp_path / "run"
-    theirs = foreign(micro(), folder)
+    """train.py tunes the text tower of weights that it finds by name, at another image size, and scores it.
+
+    The run is resumed without the weights, whose model is in its config.json.
+    """
+    workdir, cache = (
+        tmp_path / "run",
+        tmp_path / "hub" / "models--own--weights" / "snapshots" / "main",
+    )
+    theirs = foreign(micro(), cache)
     command = command_of(
         workdir,
-        **{"checkpoint.init_from": folder, "data.image_size": 24, "optimizer.freeze": "^vision/"},
-        **{"train.compilation_cache": shared_cache, "train.steps": 2},
+        **{"checkpoint.init_from": "own/weights", "data.image_size": 24, "model.name": "weights"},
+        **{"optimizer.freeze": "^vision/", "train.compilation_cache": shared_cache},
+        **{"train.loss": "", "data.context_length": 0, "model.gelu": "", "train.steps": 2},
         **UNDIAGNOSED,
     )
-    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
+    own = re.compile(
+        r"--config\.model\.(vision|text|embed_dim)"
+    )  # the sizes are those of the weights
+    command = [flag for flag in command if not own.match(flag)]
+    environment = ENVIRONMENT | {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+    options = {"capture_output": True, "text": True, "env": environment}
+    done = subprocess.run(command, **options)
     assert done.returncode == 0, done.stderr
     assert (
         "vision/position_embedding is interpolated: [5, 32] in the weights, [10, 32] here"
@@ -368,6 +381,12 @@ def test_fine_tuning_from_the_command_to_the_scores(shared_cache, micro, tmp_pat
     assert_same_bits(params["vision"]["blocks"], theirs["vision"]["blocks"])
     moved = jax.tree.map(lambda a, b: bool(jnp.any(a != b)), params["text"], theirs["text"])
     assert all(jax.tree.leaves(moved))
+    assert inference.load(workdir).cfg.vision.image_size == 24
+    shutil.rmtree(tmp_path / "hub")
+    (workdir / "results.json").unlink()  # as if it had been interrupted
+    again = subprocess.run([*command, "--config.train.steps=3"], **options)
+    assert again.returncode == 0, again.stderr
+    assert final_state(config, workdir)[1]["batches"] == 3
 
 
 def test_a_command_that_names_no_weights_ends_in_one_line(shared_cache, tmp_path, capsys):

@@ -13,6 +13,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from swjax import data, interop
+from swjax.interop import hub
 from swjax.interop.layouts import LAYOUTS, tensors
 from swjax.models import clip
 from swjax.training.state.initialization import interpolate_positions
@@ -174,7 +175,7 @@ def test_files_of_torch(tmp_path, kind):
         rest = {"epoch": 3, "optimizer": {"param_groups": [{"lr": 1e-3, "betas": (0.9, 0.98)}]}}
         state = rest | {"state_dict": {f"module.{name}": value for name, value in state.items()}}
     if kind == "TorchScript":
-        with pytest.warns(DeprecationWarning):
+        with pytest.warns(DeprecationWarning, match="torch.jit"):
             torch.jit.save(torch.jit.trace(held(state), torch.zeros(1)), file)
     elif kind == "shards":
         names, file = list(state), tmp_path / "pytorch_model.bin.index.json"
@@ -301,3 +302,13 @@ def test_positions_are_interpolated_as_open_clip_does():
         expected = state["visual.positional_embedding"].numpy()
         ours = interpolate_positions(positions, 1 + grid**2)
         np.testing.assert_allclose(ours, expected, atol=2e-5)
+
+
+def test_names_of_open_clip_are_its_own():
+    from open_clip.pretrained import get_pretrained_cfg
+
+    for architecture, tags in hub.OPEN_CLIP.items():
+        for tag, repository in tags.items():
+            theirs = get_pretrained_cfg(architecture, tag)
+            assert theirs["hf_hub"].strip("/") == repository, (architecture, tag)
+            assert theirs["resize_mode"] == "shortest"  # as the files in these repositories say

@@ -336,6 +336,59 @@ def test_ragged_products_run_on_tensor_cores_with_wide_loads(compiled, capabilit
         assert_no_spills(kernel, tmp_path)
 
 
+# --- Blackwell: compiled, not timed -----------------------------------------------------------------------
+
+INT8 = "s32.s8.s8.s32"
+# {capability: instructions of int8 and of fp8 products}: B200, B300 and the RTX cards. B300 has no int8 unit of
+# its generation, and multiplies with the instruction of Ampere.
+BLACKWELL = {
+    100: ("tcgen05.mma.cta_group::1.kind::i8", "tcgen05.mma.cta_group::1.kind::f8f6f4"),
+    103: (
+        f"mma.sync.aligned.m16n8k32.row.col.satfinite.{INT8}",
+        "tcgen05.mma.cta_group::1.kind::f8f6f4",
+    ),
+    120: (
+        f"mma.sync.aligned.m16n8k32.row.col.satfinite.{INT8}",
+        "mma.sync.aligned.m16n8k32.row.col.f32.e5m2.e4m3.f32",
+    ),
+}
+each_blackwell = pytest.mark.parametrize("capability", [release(each) for each in BLACKWELL])
+
+
+@each_blackwell
+def test_products_on_blackwell(compiled, capability, tmp_path):
+    for dtypes, instruction in zip((("int8", "int8"), (E5M2, E4M3)), BLACKWELL[capability]):
+        product = compiled_product(compiled, capability, dtypes)
+        assert instructions(product, r"tcgen05\.mma|mma\.sync").keys() == {instruction}
+        assert_wide_loads(product)
+        assert_no_spills(product, tmp_path)
+        memory = {100: 227, 103: 227, 120: 99}[capability]
+        assert product.metadata.shared <= memory * 1024
+
+
+@each_blackwell
+@pytest.mark.parametrize("case", ROWS)
+def test_row_kernels_on_blackwell(compiled, case, capability, tmp_path):
+    arrays, options = ROWS[case]
+    assert_no_spills(compiled(capability, in_triton(case.split(",")[0]), *arrays, **options), tmp_path)
+
+
+# {capability: bytes of stack of attention, of its gradient, and of the weight gradient of rotated tokens}.
+STACKS = {100: (144, 184, 304), 103: (160, 184, 0), 120: (2048, 64, 0)}
+
+
+@each_blackwell
+def test_spills_on_blackwell_are_bounded(compiled, capability, tmp_path):
+    of_attention, of_gradient, of_weights = STACKS[capability]
+    q, lse = array((128, 257, 16, 80), "bfloat16"), array((128, 16, 257))
+    assert_no_spills(compiled(capability, in_triton("attention"), q, q, q), tmp_path, of_attention)
+    backward = compiled(capability, in_triton("attention_backward"), q, q, q, q, lse, q)
+    assert_no_spills(backward, tmp_path, of_gradient)
+    options = {"dtypes": ("int8", "int8"), "block": 1024, "rotation": 128, "out_dtype": "float32"}
+    product = compiled(capability, in_triton("block_weight_gradient"), X, HIDDEN, **options)
+    assert_no_spills(product, tmp_path, of_weights)
+
+
 # --- Mosaic -------------------------------------------------------------------------------------------
 
 

@@ -55,6 +55,8 @@ def calls():
     cases["ragged_matmul"] = ((a, w, sizes), {"axis": 2, "out_dtype": "bfloat16"})
     cases["ragged_weight_gradient"] = ((x, g, sizes), {"out_dtype": "float32"})
     cases["ragged_block_weight_gradient"] = ((x, (g, g), sizes), IN_BLOCKS)
+    stack = normal((3, 1000, 576), "float16") / 24
+    cases["symmetric_product"] = ((stack, stack, None, np.ones((3, 3), "float32")), {})
     cases["attention"] = (attention_arguments("attention", (16, 257, 4, 80)), {})
     cases["attention_backward"] = (attention_arguments("attention_backward", (16, 257, 4, 80)), {})
     return cases

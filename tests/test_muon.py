@@ -11,6 +11,7 @@ import thinning
 from flax import nnx, traverse_util
 from optax import contrib
 
+from benchmarks.studies import gram_matrices
 from swjax.optax import muon, rms_by_path, stable_adamw, stacked_axes
 from swjax.optax.newton_schulz import coefficients_of, orthogonalize, orthogonalize_all
 from swjax.optax.orthogonal import scale_by_muon, scale_neurons
@@ -59,19 +60,6 @@ def test_no_matrix_at_all_is_one_line():
         assert "\n" not in str(error.value)
 
 
-def spectra(m, n):
-    """[4, m, n] in float64: a normal one, and matrices with singular values over five decades, of rank 8 and
-    noise, and one large one."""
-    rng = np.random.default_rng(0)
-    values = [np.logspace(0, -5, m), np.full(m, 1e-6), np.full(m, 4e-3)]
-    values[1][:8], values[2][0] = 1, 1
-    matrices = [rng.normal(size=(m, n))]
-    for each in values:
-        u, v = (np.linalg.qr(rng.normal(size=(size, m)))[0] for size in (m, n))
-        matrices.append((u * each) @ v.T)
-    return np.stack(matrices)
-
-
 @pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(
     "name, dtype, margin, shape",
@@ -90,13 +78,11 @@ def test_singular_values_end_in_the_published_band(name, dtype, margin, shape, d
     Also in float32, whose products a GPU rounds to TF32. With one Gram matrix for all steps the values of the
     last matrix would exceed 5 in float16, and 1000 in bfloat16.
     """
-    x = spectra(min(shape), max(shape))
+    x = gram_matrices.matrices(min(shape), max(shape))
     x = x if shape[0] <= shape[1] else x.mT
     u, values, vt = np.linalg.svd(x, full_matrices=False)
     values /= np.linalg.norm(values, axis=1, keepdims=True)
-    want = values
-    for a, b, c in np.broadcast_to(np.asarray(coefficients_of(name, 5), np.float64), (5, 3)):
-        want = a * want + b * want**3 + c * want**5
+    want = gram_matrices.wanted(values, name)
     low, high = {"quintic": (0.68, 1.21), "polar_express": (0.86, 1.13)}[name]
     assert ((low < want) & (want < high))[values >= 0.002].all()
     data = jax.device_put((x.astype("float32"), coefficients_of(name, 5)), jax.devices(device)[0])

@@ -472,6 +472,80 @@ def test_the_report_is_a_table():
     assert str(swjax.quantized(fn).report(params, X)).split() == table.split()
 
 
+# --- frozen parameters --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", ["switchback", "switchback_q", "int8_hadamard"])
+def test_frozen_parameters_give_the_values_of_float_ones(recipe):
+    """In a scan with remat; LoRA beside them has the same gradients, and weights are quantized in no call."""
+    rules = {swjax.KEPT_IN_LLMS: "standard", ".*": recipe}
+    int8, params = swjax.quantized(language_model, rules), parameters()
+    frozen = int8.freeze(params, TOKENS, only="layers/.*")
+    assert frozen["layers"]["out"]["w"].values.shape == (2, WIDTH, WIDTH)
+    stays = frozen["embedder"]["embedding"], frozen["layers"]["norm"]["scale"]
+    assert all(isinstance(leaf, jax.Array) for leaf in stays)
+
+    def of(trained, whole):
+        return loss(int8, whole | {"embedder": trained}, TOKENS)
+
+    step = jax.jit(jax.value_and_grad(of))
+    (value, grads), (want, wanted) = (step(p["embedder"], p) for p in (frozen, params))
+    assert value == want
+    error = jnp.linalg.norm(grads["embedding"] - wanted["embedding"])
+    exact = (
+        recipe == "switchback"
+    )  # others quantize or rotate along the other axis for the input gradient
+    assert error <= (1e-6 if exact else 0.02) * jnp.linalg.norm(wanted["embedding"])
+    shapes = {
+        eqn.invars[0].aval.shape
+        for eqn in all_equations(jax.make_jaxpr(step)(frozen["embedder"], frozen).jaxpr)
+        if str(eqn.params.get("name", "")).startswith("quantize") and eqn.invars
+    }
+    assert shapes and (not exact or all(len(shape) > 2 for shape in shapes)), "only x and g"
+
+
+def all_equations(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+            yield from all_equations(inner)
+
+
+def test_a_frozen_model_of_flax_with_lora():
+    model = nnx.List([nnx.LoRALinear(WIDTH, 16, lora_rank=2, rngs=nnx.Rngs(i)) for i in range(2)])
+    graph, lora, base = nnx.split(model, nnx.LoRAParam, ...)
+
+    def apply(state, x):
+        for layer in nnx.merge(graph, state):
+            x = jnp.tanh(layer(x))
+        return x
+
+    int8 = swjax.quantized(apply, {".*": "switchback"})
+    frozen = int8.freeze(nnx.merge_state(lora, base), X)
+    base_of = lambda state: nnx.filter_state(state, nnx.Not(nnx.LoRAParam))
+    of = lambda lora, base: loss(int8, nnx.merge_state(lora, base), X)
+    step = jax.jit(jax.value_and_grad(of))
+    got, want = step(lora, base_of(frozen)), step(lora, base)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_frozen_parameters_for_another_function_are_refused():
+    w = draw(WIDTH, WIDTH)
+    other = swjax.quantized(lambda w, x: x @ w.T, {".*": "switchback"})
+    int8 = swjax.quantized(lambda w, x: x @ w, {".*": "switchback"})
+    frozen = int8.freeze(w, X)
+    for bad in (other, swjax.quantized(int8.fn, {".*": "switchback_q"})):
+        with pytest.raises(ValueError, match="frozen for another product or recipe"):
+            bad(frozen, X)
+    for bad in (int8.fn, lambda w, x: x @ (2.0 * w)):
+        with pytest.raises(ValueError, match="read by no product with a recipe"):
+            swjax.quantized(bad, {".*": "standard"})(frozen, X)
+    with pytest.raises(ValueError, match="freeze needs a parameter that matches 'no'"):
+        int8.freeze(w, X, only="no")
+    with pytest.raises(ValueError, match="multiplies outliers with w itself"):
+        swjax.quantized(int8.fn, {".*": "llm_int8_outlier6"}).freeze(w, X)
+
+
 # --- tracing ------------------------------------------------------------------------------------------
 
 

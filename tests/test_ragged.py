@@ -212,6 +212,25 @@ def test_transformations():
     np.testing.assert_allclose(dw, 2 * want[1], rtol=1e-6)
 
 
+def test_experts_on_a_mesh_axis_stay_where_they_are():
+    """Each device has its own experts, and the rows for them: nothing moves between devices."""
+    mesh = jax.make_mesh((2,), ("experts",), axis_types=(AxisType.Auto,))
+    layer = lambda x, ws, sizes: swjax.gated_ragged_mlp(x, *ws, sizes)
+    each = jax.shard_map(layer, mesh=mesh, in_specs=P("experts"), out_specs=P("experts"))
+    loss = lambda fn: lambda x, ws, sizes: jnp.sum(jnp.tanh(fn(x, ws, sizes)))
+    twice = lambda tree: jax.tree.map(lambda a: jnp.concatenate([a, a]), tree)
+    both = jax.jit(jax.value_and_grad(loss(each), argnums=(0, 1)))
+    arrays = twice((X, WEIGHTS, SIZES))
+    value, grads = both(*arrays)
+    want, of_one = jax.jit(jax.value_and_grad(loss(layer), argnums=(0, 1)))(X, WEIGHTS, SIZES)
+    np.testing.assert_allclose(value, 2 * want, rtol=1e-5)
+    for got, one in zip(jax.tree.leaves(grads), jax.tree.leaves(of_one), strict=True):
+        np.testing.assert_allclose(got, jnp.concatenate([one, one]), rtol=1e-4, atol=1e-5)
+    placed = jax.device_put(arrays, jax.NamedSharding(mesh, P("experts")))
+    moved = swjax.testing.collectives(jax.grad(loss(each), argnums=(0, 1)), *placed)
+    assert not [each for each in moved if each.shape]
+
+
 @pytest.mark.parametrize(
     ("arguments", "recipe", "message"),
     [

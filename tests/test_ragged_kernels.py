@@ -13,7 +13,13 @@ from kernel_cases import PRODUCTS, normal
 from numeric import FLOOR_DB, FP8_SUM_DB, snr_db
 
 from swjax.kernels import reference
-from swjax.kernels.ragged.schedule import bounds, row_tiles
+from swjax.kernels.ragged.schedule import (
+    ALIGNMENT,
+    aligned_tiles,
+    bounds,
+    group_of_rows,
+    row_tiles,
+)
 from swjax.kernels.reference import QTensor
 
 # (rows, k, n) and group sizes: uneven, empty, one token, rows beyond; sizes that steps do not divide.
@@ -182,3 +188,17 @@ def test_tiles_cover_every_row_once_and_none_outside(case, rows):
         elif stop > start:
             assert start >= spans[-1][1]
     np.testing.assert_array_equal(seen, 1)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_aligned_tiles_write_every_row_once(case):
+    sizes, m, _ = groups_of(case)
+    count, *tiles = map(np.asarray, aligned_tiles(jnp.asarray(sizes), m, 128, ALIGNMENT))
+    assert count[0] <= len(tiles[0])
+    owner = np.full(m, -1)
+    for group, first, start, end in np.transpose(tiles)[: count[0]]:
+        assert first % ALIGNMENT == 0 and first <= m
+        rows = slice(max(first, start), min(first + 128, end))
+        assert (owner[rows] == -1).all()
+        owner[rows] = group
+    np.testing.assert_array_equal(owner, group_of_rows(jnp.asarray(sizes), m))

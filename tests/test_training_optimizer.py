@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from micro_run import assert_same_bits, final_state, paths, records, train
 
+from swjax.models import sharding
 from swjax.training import optimizer as optimizer_lib
 from swjax.training.config import ConfigError
 from swjax.training.optimizer import combine, split_frozen
@@ -112,11 +113,28 @@ def test_the_dtype_of_muons_products(micro, dtype):
     assert set(re.findall(r"\bb?f16\b", program)) == (set() if dtype == "float32" else {"f16"})
 
 
+@pytest.mark.parametrize("name", ["adamw", "stable_adamw", "muon"])
+def test_moments_in_8_bits_are_sharded_like_parameters(micro, name):
+    config = micro(optimizer__name=name, optimizer__eight_bit_moments=True)
+    optimizer = optimizer_lib.make_optimizer(config, lambda count: 1e-3)
+    params = {"blocks": {"kernel": jnp.ones((2, 64, 128))}}
+    with jax.numpy_dtype_promotion("standard"):  # optax.adamw needs it
+        state = {"params": params, "opt_state": optimizer.init(params)}
+    mesh, rules = jax.make_mesh((2,), ("fsdp",)), [(".*", jax.P(None, "fsdp"))]
+    placed = sharding.abstract_state(state, mesh, rules)
+    codes = [x.sharding.spec for x in jax.tree.leaves(placed) if x.dtype == jnp.int8]
+    assert codes == [jax.P(None, "fsdp", None)] * (1 if name == "muon" else 2)
+
+
 @pytest.mark.release
-def test_a_run_with_muon(micro, tmp_path):
+@pytest.mark.parametrize("eight_bits", [False, True])
+def test_a_run_with_muon(micro, tmp_path, eight_bits):
     """It clips, freezes and resumes; the RMS that it records are those of AdamW's tensors."""
     config = micro(
-        optimizer__name="muon", optimizer__grad_clip_norm=1.0, optimizer__freeze="^text/"
+        optimizer__name="muon",
+        optimizer__grad_clip_norm=1.0,
+        optimizer__freeze="^text/",
+        optimizer__eight_bit_moments=eight_bits,
     )
     with jax.numpy_dtype_promotion("standard"):
         assert train(config, tmp_path / "whole") == 0

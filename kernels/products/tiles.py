@@ -46,7 +46,7 @@ def triton_tile(m: int, n: int, k: int) -> TritonTile:
 
 # GPUs with 164 KiB of shared memory or more: A100, Hopper, B200 and B300. Those after the first multiply in
 # units that read operands from shared memory.
-_LARGE_MEMORY = ((8, 0), (9, 0), (10, 0), (10, 3))
+LARGE_MEMORY = ((8, 0), (9, 0), (10, 0), (10, 3))
 
 
 def triton_rule(m: int) -> TritonTile:
@@ -54,8 +54,8 @@ def triton_rule(m: int) -> TritonTile:
     other writes. GPUs with 100 KiB of shared memory use half the step; few rows use a smaller tile. wgmma
     reads operands from shared memory. Other GPUs hold them in registers, which would spill with 4 warps."""
     capability = tiles.compute_capability()
-    rows, step = 128 if m > 64 else 64, 128 if capability in _LARGE_MEMORY else 64
-    warps = 4 if rows == 64 or capability in _LARGE_MEMORY[1:] else 8
+    rows, step = 128 if m > 64 else 64, 128 if capability in LARGE_MEMORY else 64
+    warps = 4 if rows == 64 or capability in LARGE_MEMORY[1:] else 8
     return TritonTile(rows, 128, step, warps, stages=3, group=8)
 
 

@@ -258,6 +258,7 @@ def ragged_matmul(
     out_dtype: str,
     precision: lax.PrecisionLike = None,
     tile: MosaicTile | None = None,
+    cluster: int | None = None,
     multiprocessors: int | None = None,
     interpret: Any = None,
 ) -> jax.Array:
@@ -267,7 +268,7 @@ def ragged_matmul(
     values = a.values if isinstance(a, QTensor) else a
     matrices = b.values if isinstance(b, QTensor) else b
     (m, k), groups, n, dtype = values.shape, len(matrices), matrices.shape[3 - axis], values.dtype
-    cluster = mosaic_cluster(m, groups)
+    cluster = cluster or mosaic_cluster(m, groups)
     fused = addend is not None and addend.dtype == out_dtype and addend.dtype.itemsize == 2
     tile = tile or mosaic_tile(n, k, dtype.itemsize)
     if fused:  # memory of a slot serves the addend

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from swjax.kernels import tiles
-from swjax.kernels.products.tiles import MosaicTile, TritonTile
+from swjax.kernels.products.tiles import LARGE_MEMORY, MosaicTile, TritonTile
 
 
 def product_tile(m: int, n: int, k: int, groups: int, itemsize: int) -> TritonTile:
@@ -18,8 +18,8 @@ def product_rule(m: int, groups: int, itemsize: int) -> TritonTile:
     mean = m // groups
     rows = 128 if mean > 64 else 64 if mean > 16 else 32
     capability = tiles.compute_capability()
-    step = (128 if capability in ((8, 0), (9, 0), (10, 0)) else 64) // itemsize
-    warps = 4 if rows < 128 or capability in ((9, 0), (10, 0)) else 8
+    step = (128 if capability in LARGE_MEMORY else 64) // itemsize
+    warps = 4 if rows < 128 or capability in LARGE_MEMORY[1:] else 8
     return TritonTile(rows, 128, step, warps, stages=3, group=8)
 
 
@@ -32,7 +32,7 @@ def weight_gradient_tile(k: int, n: int) -> TritonTile:
 def weight_gradient_rule() -> TritonTile:
     """128 x 128 sums, and steps of 64 tokens: three stages of 32 KiB."""
     tile = TritonTile(128, 128, 64, warps=8, stages=3, group=8)
-    large = tiles.compute_capability() in ((8, 0), (9, 0), (10, 0))
+    large = tiles.compute_capability() in LARGE_MEMORY
     return tile if large else replace(tile, k=32)
 
 

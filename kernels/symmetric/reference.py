@@ -14,8 +14,8 @@ def symmetric_product(
 ) -> jax.Array:
     """Products a bᵀ that are nearly symmetric, made symmetric, plus terms of an addend and of the identity.
 
-    S is the lower triangle of f[i, 0] a[i] b[i]ᵀ + f[i, 1] addend[i] + f[i, 2] I, where f are the factors, and
-    out[i] is S, copied to the upper triangle.
+    out[i] is the lower triangle of f[i, 0] a[i] b[i]ᵀ + f[i, 1] addend[i] + f[i, 2] I, where f are the
+    factors, copied to the upper triangle.
 
     a bᵀ is symmetric if a is b, which gives the Gram matrix of the rows of a, and if a and b are polynomials
     of one symmetric matrix. Kernels compute only the tiles on and below the diagonal.

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from swjax.kernels import tiles
 from swjax.kernels.availability import Unavailable
 from swjax.kernels.triton_gpu import launcher
 

@@ -19,6 +19,7 @@ from swjax import data, evaluators, interop, serving
 from swjax.data import decoding
 from swjax.data.images import SHORTEST, fit
 from swjax.evaluators import embed, zeroshot
+from swjax.interop import hub
 from swjax.interop.weight_files import is_safetensors
 from swjax.models import clip
 from swjax.models.config import TextConfig, VisionConfig
@@ -171,8 +172,8 @@ def load(
     libraries have "a photo of a {}.".
 
     Args:
-      path: a run's workdir, a file by `save`, or a safetensors file or its folder, as for
-        `swjax.interop.load`.
+      path: a run's workdir, a file by `save`, or a safetensors file, its folder or the name of a model, as
+        for `swjax.interop.load`.
       cfg: configuration for `swjax.interop.load`; a run and a file by `save` contain theirs.
       prequantize: whether to keep only 8-bit weights, see `swjax.serving.prequantize`. Needs a quantized
         recipe, and has no effect on a file by `save`.
@@ -183,7 +184,7 @@ def load(
       FileNotFoundError, ModuleNotFoundError, ValueError: as for `swjax.interop.load`, or the run has no
         checkpoint.
     """
-    if not Path(path).exists():
+    if not Path(path).exists() and hub.named(path) is None:
         raise FileNotFoundError(
             f"{path} does not exist: give the local path of a run's workdir, a safetensors file or its folder"
         )

@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx, traverse_util
 
 from swjax.data import files
-from swjax.interop import big_vision, configs, weight_files
+from swjax.interop import big_vision, configs, hub, weight_files
 from swjax.interop.layouts import LAYOUTS, WeightFormat, for_our_images, for_their_images, tensors
 from swjax.models import clip
 from swjax.safe_files import parse_json, write_atomically
@@ -39,8 +39,8 @@ def load(path: str | Path, cfg: clip.CLIPConfig | None = None, **options: Any) -
     OpenAI's in TorchScript, are read without running their pickle.
 
     Args:
-      path: a safetensors file, a file of `torch.save` (.bin, .pt), the index of either's shards, or a folder
-        that open_clip or Hugging Face wrote.
+      path: a safetensors file, a file of `torch.save` (.bin, .pt), the index of either's shards, a folder
+        that open_clip or Hugging Face wrote, or the name of a model, see `swjax.interop.hub`.
       cfg: the model configuration; None reads the config file next to the weights, and sets float32 without
         quantization, as in those libraries.
       **options: fields of the configuration to replace, such as recipe="switchback".
@@ -80,9 +80,10 @@ def configuration(path: str | Path) -> clip.CLIPConfig:
       FileNotFoundError, ModuleNotFoundError, ValueError: see `load`.
       NoConfig: the weights have no such file.
     """
-    if Path(path).suffix == ".npz":
-        return configs.SIGLIP.applied_to(big_vision.read(Path(path))[0])
-    file = weight_files.find(Path(path))
+    path = hub.resolve(path)
+    if path.suffix == ".npz":
+        return configs.SIGLIP.applied_to(big_vision.read(path)[0])
+    file = weight_files.find(path)
     with weight_files.open_weights(file) as opened:
         return _read_config(file, _layout_of(file, opened.keys()))[0]
 
@@ -101,14 +102,15 @@ def read(
     Raises:
       FileNotFoundError, ModuleNotFoundError, ValueError: see `load`.
     """
-    if Path(path).suffix == ".npz":
-        described, parameters = big_vision.read(Path(path))
+    path = hub.resolve(path)
+    if path.suffix == ".npz":
+        described, parameters = big_vision.read(path)
         if cfg is not None:
             _check_heads(path, described, cfg)
         _check_fit(path, parameters, _flat(nnx.state(_abstract(cfg or described))))
         cfg = cfg or configs.SIGLIP.applied_to(described)
         return cfg, for_our_images(parameters, configs.SIGLIP.mean, configs.SIGLIP.std)
-    path = weight_files.find(Path(path))
+    path = weight_files.find(path)
     with weight_files.open_weights(path) as file:
         found = {name: file.get_slice(name) for name in file.keys()}
         layout = _layout_of(path, found)

@@ -2,7 +2,7 @@
 
 Such a file is a zip archive with a pickle of the structure and one entry for the bytes of each storage. A
 pickle is a program that can call any function. This reader knows the few names that a state dict needs, as
-`torch.load(weights_only=True)` does, and refuses a file that names anything else. The objects of TorchScript
+PyTorch does with `weights_only=True`, and refuses a file that names anything else. The objects of TorchScript
 become plain records, whose attributes hold their tensors.
 """
 
@@ -183,7 +183,7 @@ class TorchFile(AbstractContextManager):
 
 
 # The unpickler in C allocates memory for any index that a file names; the one in Python does not.
-class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined]
+class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined]  # typeshed omits it
     """Builds dicts, lists, texts, numbers and tensors; refuses all other names."""
 
     def find_class(self, module: str, name: str) -> Any:

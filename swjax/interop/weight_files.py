@@ -69,21 +69,35 @@ def is_safetensors(path: Path) -> bool:
         return file.read(4) != b"PK\3\4"
 
 
+def shards(path: Path) -> list[str]:
+    """Returns the names of the files that an index of weights names; [] for another file.
+
+    Raises:
+      ValueError: the index is damaged, or names files of another folder.
+    """
+    return sorted(set(_weight_map(path).values())) if path.name.endswith(INDEX) else []
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Reads {tensor: file} from an index."""
+    try:
+        found = dict(parse_json(files.read_whole(str(index), _LARGEST_INDEX))["weight_map"])
+        if not found or any(Path(name).name != name for name in found.values()):
+            raise ValueError("it must name files of its own folder")
+        return found
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"{index} is not an index of weights ({reason:.100}): download it again"
+        ) from None
+
+
 class _Shards(AbstractContextManager):
     """Weights in several files, which an index of Hugging Face's names: {"weight_map": {tensor: file}}."""
 
     def __init__(self, index: Path):
-        try:
-            found = parse_json(files.read_whole(str(index), _LARGEST_INDEX))
-            self._files = dict(found["weight_map"])
-            names = sorted(set(self._files.values()))
-            if not names or any(Path(name).name != name for name in names):
-                raise ValueError("it must name files of its own folder")
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            reason = " ".join(str(error).split())
-            raise ValueError(
-                f"{index} is not an index of weights ({reason:.100}): download it again"
-            ) from None
+        self._files = _weight_map(index)
+        names = shards(index)
         missing = [name for name in names if not (index.parent / name).is_file()]
         if missing:
             more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""

@@ -19,13 +19,14 @@ from jax.sharding import PartitionSpec as P
 from swjax import recipes
 from swjax.linear.contraction import dot_general
 from swjax.linear.conversion import TAKES_NONE, UNMATCHED, Matrix
+from swjax.linear.frozen import FrozenWeight, freeze
 from swjax.linear.layouts import TOKENS, known_spec
 from swjax.linear.program_plan import Choice, Origin, Planner
 from swjax.linear.program_report import ProgramReport
 from swjax.linear.program_run import Plan, run
 from swjax.recipes import Recipe
 
-_ARRAYS = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
+_ARRAYS = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct | FrozenWeight
 
 _LAST = ("head", "output", "router", "gate", "embedding")  # a conversion of only these is a mistake
 
@@ -52,6 +53,48 @@ class Quantized:
     def report(self, params: Any, *args: Any, **kwargs: Any) -> ProgramReport:
         """Lists every product of `fn`; arguments may be `jax.ShapeDtypeStruct`s."""
         return self._planned(params, args, kwargs)[1].products
+
+    def freeze(self, params: Any, *args: Any, only: str = ".*", **kwargs: Any) -> Any:
+        """Quantizes parameters that are not trained, once instead of in each call.
+
+        Calls return the same values as for the parameters themselves, and compute no weight gradients. The
+        input gradient multiplies the same 8-bit matrix, transposed. Recipes with one scale per output channel
+        quantize it again along the other axis for that; of those that rotate features see docs/recipes.md.
+
+        Args:
+          params, *args, **kwargs: arguments of the function; others than the parameters to quantize may be
+            `jax.ShapeDtypeStruct`s.
+          only: a regular expression of the whole paths of the parameters to quantize.
+
+        Returns:
+          `params`, in which parameters that only products with a recipe read are `FrozenWeight`s: 8-bit
+          [*stack, n, k], a quarter of the bytes of float32. Others, such as experts, are unchanged.
+
+        Raises:
+          ValueError: no such parameter matches, or a recipe needs the weight itself.
+
+        >>> x, params = jnp.ones((2, 8)), {"up": jnp.ones((8, 32)), "down": jnp.ones((32, 8))}
+        >>> int8 = quantized(lambda p, x: jax.nn.relu(x @ p["up"]) @ p["down"], {".*": "switchback"})
+        >>> frozen = int8.freeze(params, x)
+        >>> frozen["up"].values.shape, bool(jnp.all(int8(frozen, x) == int8(params, x)))
+        ((32, 8), True)
+        """
+        planner = self._planned(params, args, kwargs)[1]
+        named = dict(_named(params))
+        frozen = {}
+        for path, readings in planner.readings.items():
+            recipe, w = planner.choices[path].recipe, named[path]
+            alone = path not in planner.used and len(readings) == 1
+            if recipe and alone and re.fullmatch(only, path) and not _is_frozen(w):
+                ((moves, contracted),) = readings.values()
+                frozen[path] = freeze(w, moves, contracted, recipe)
+        if not frozen:
+            raise ValueError(
+                f"freeze needs a parameter that matches {only!r} and that one kind of product with a recipe "
+                f"reads, got {sorted(named)}: print the report"
+            )
+        put = lambda path, leaf: frozen.get(_name(path), leaf)
+        return jax.tree_util.tree_map_with_path(put, params, is_leaf=_is_frozen)
 
     def _planned(self, params, args, kwargs, groups=False):
         program = _traced(self.fn, params, args, kwargs)
@@ -84,12 +127,20 @@ class _Program(NamedTuple):
             for path, w in self.parameters
         ]
         origins += [None] * (len(self.values) - len(origins))
-        return planner.plan(self.jaxpr, origins)
+        plan = planner.plan(self.jaxpr, origins)
+        planner.used |= {path for origin in plan.origins if origin for path in origin.paths}
+        for path, w in self.parameters:
+            if isinstance(w, FrozenWeight) and path in {*planner.used} - {*planner.readings}:
+                raise ValueError(
+                    f"the frozen parameter {path!r} is read by no product with a recipe: freeze the "
+                    "parameters with this function and these rules"
+                )
+        return plan
 
 
 def _traced(fn: Callable, params: Any, args: tuple, kwargs: dict) -> _Program:
     """Traces ``fn(params, *args, **kwargs)``; arguments that are not arrays are static."""
-    leaves, tree = jax.tree.flatten((params, args, kwargs))
+    leaves, tree = jax.tree.flatten((params, args, kwargs), is_leaf=_is_frozen)
     at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, _ARRAYS)]
 
     def of_arrays(*arrays):
@@ -100,7 +151,8 @@ def _traced(fn: Callable, params: Any, args: tuple, kwargs: dict) -> _Program:
         return fn(params, *args, **kwargs)
 
     values = [leaves[i] for i in at]
-    jaxpr, out = jax.make_jaxpr(of_arrays, return_shape=True)(*values)
+    like = [value.like if _is_frozen(value) else value for value in values]
+    jaxpr, out = jax.make_jaxpr(of_arrays, return_shape=True)(*like)
     parameters = [(path, leaf) for path, leaf in _named(params) if isinstance(leaf, _ARRAYS)]
     return _Program(jaxpr, values, parameters, jax.tree.structure(out))
 
@@ -207,8 +259,12 @@ def quantized(
 def _named(params: Any) -> list[tuple[str, Any]]:
     """The path and the leaf of each parameter; that of a Flax variable has no "value" at its end."""
 
-    leaves = jax.tree_util.tree_leaves_with_path(params)
+    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_frozen)
     return [(_name(path), leaf) for path, leaf in leaves]
+
+
+def _is_frozen(leaf: Any) -> bool:
+    return isinstance(leaf, FrozenWeight)
 
 
 def _name(path: Any) -> str:

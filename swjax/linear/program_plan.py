@@ -1,7 +1,7 @@
 """Plans the conversion of a traced program: follows its parameters, and decides for every equation."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,6 +11,7 @@ from jax.extend import core
 from jax.sharding import PartitionSpec as P
 
 from swjax.linear.conversion import NO_LAYOUT
+from swjax.linear.frozen import SLICE, reading_of
 from swjax.linear.layouts import TOKENS, Layout, layout_of_kernel
 from swjax.linear.program_report import ProgramReport, TracedProduct, equation_of, unsupported
 from swjax.linear.program_run import (
@@ -52,12 +53,15 @@ class Origin(NamedTuple):
       dtype: dtype of the only parameter, as stored.
       changed: the operation that made it something else than a parameter; "" for a parameter.
       spec: the mesh axes that shard each of its dimensions; None if they are unknown.
+      moves: the equations that moved the elements of the parameter, and `SLICE` where a scan read slices of
+        it; None if that is not all.
     """
 
     paths: tuple[str, ...] = ()
     dtype: Any = None
     changed: str = ""
     spec: tuple | None = None
+    moves: tuple | None = ()
 
 
 Origins = list[Origin | None]  # of several arrays; None is an activation
@@ -73,6 +77,9 @@ class Planner:
       tokens: how meshes of type Auto shard activations, see `swjax.Layout`.
       groups: whether to compile other operations in groups, see `Plan.grouped`.
       products: what the programs multiply, in order.
+      readings: {path of a parameter: {how a product reads it: (moves, contracted axes)}}; of products that
+        follow a recipe.
+      used: the parameters that something else reads.
     """
 
     def __init__(
@@ -86,6 +93,8 @@ class Planner:
         self.choices, self.implementation = choices, implementation
         self.specs, self.tokens, self.groups = specs, tokens, groups
         self.products = ProgramReport()
+        self.readings: dict[str, dict[str, tuple[tuple, tuple[int, ...]]]] = {}
+        self.used: set[str] = set()
         self._results: dict[tuple, Callable] = {}
         self._groups: dict[tuple, Callable] = {}
 
@@ -130,14 +139,18 @@ class Planner:
         moved = found[:count] if name in RESHARDS else found[:1] * count
         if name in CASTS | RESHARDS | GATHERS | MOVES and any(moved):
             if name not in CASTS | RESHARDS:
-                spec_of = lambda o, var: moved_spec(eqn, o.spec, var.aval.shape)
-                moved = [o and o._replace(spec=spec_of(o, v)) for o, v in zip(moved, eqn.outvars)]
+                moved = [o and _moved(eqn, o, v.aval.shape) for o, v in zip(moved, eqn.outvars)]
             return Step(move, eqn), moved
         if name in ("dot_general", "ragged_dot_general"):
             step = self._product(eqn, found, repeats, opaque)
         else:
             self._note_use(eqn, found, repeats, opaque)
+        if step.execute is as_it_is:
+            self._note_used(found)
         return step, [_combined(found, name)] * count
+
+    def _note_used(self, found: Iterable[Origin | None]) -> None:
+        self.used |= {path for o in found if o for path in o.paths}
 
     def _product(self, eqn, found: Origins, repeats: int, opaque: str) -> Step:
         """Lists a `dot_general`, also a ragged one, and decides whether it follows a recipe."""
@@ -197,6 +210,14 @@ class Planner:
             implementation=self.implementation,
             at=at,
         )
+        contracted = tuple(dimension_numbers[0][at][i] for i in order)
+        if ragged or dimension_numbers[1][at] or origin.moves is None:
+            self._note_used([origin])
+        else:
+            reading = reading_of(origin.moves, contracted)
+            read = self.readings.setdefault(origin.paths[0], {})
+            read[reading] = origin.moves, contracted
+            execute = partial(execute, reading=reading)
         if not ragged:
             execute = partial(execute, layout=layout, order=order)
         return Step(execute, eqn)
@@ -225,9 +246,14 @@ class Planner:
         def of(i: int) -> Origin | None:
             """The origin of an operand in the body, where slices of a stack lack its first axis."""
             origin = found[i]
-            if i not in call.sliced or origin is None or origin.spec is None:
+            if origin is not None and eqn.primitive.name == "shard_map":
+                return origin._replace(moves=None)
+            if i not in call.sliced or origin is None:
                 return origin
-            return origin._replace(spec=origin.spec[1:])
+            spec, moves = origin.spec, origin.moves
+            return origin._replace(
+                spec=spec and spec[1:], moves=None if moves is None else (*moves, SLICE)
+            )
 
         while True:
             plans = tuple(
@@ -246,7 +272,11 @@ class Planner:
         outs = [
             each[0] if len({*each}) == 1 else None for each in zip(*(p.origins for p in results))
         ]
+        for each, out in zip(zip(*(p.origins for p in results)), outs):
+            if out is None:
+                self._note_used(each)
         if eqn.primitive.name == "scan":  # what it stacks is not one parameter
+            self._note_used(outs[len(into) :])
             outs[len(into) :] = [None] * (len(outs) - len(into))
         casts = execute is inline and any(o and o.paths and not o.changed for o in outs)
         changes = casts or any(plan.changes for plan in plans)
@@ -294,7 +324,14 @@ class Planner:
                 self.plan(jaxpr, aligned, repeats, opaque or f"inside {name}")
 
 
-def moved_spec(eqn, spec: tuple | None, shape: tuple[int, ...]) -> tuple | None:
+def _moved(eqn: Any, origin: Origin, shape: tuple[int, ...]) -> Origin:
+    """The origin of the result of an operation that moves elements."""
+    spec, moves = moved_spec(eqn, origin.spec, shape), origin.moves
+    alone = eqn.primitive.name not in GATHERS and len(eqn.invars) == len(eqn.outvars) == 1
+    return origin._replace(spec=spec, moves=None if moves is None or not alone else (*moves, eqn))
+
+
+def moved_spec(eqn: Any, spec: tuple | None, shape: tuple[int, ...]) -> tuple | None:
     """The mesh axes that shard the result of an operation that moves elements; None if they are unknown.
 
     Args:

@@ -14,7 +14,9 @@ import jax
 from jax.extend import core
 from jax.sharding import Sharding
 
+from swjax.kernels.reference import QTensor
 from swjax.linear.contraction import dot_general
+from swjax.linear.frozen import FrozenWeight
 from swjax.linear.layouts import Layout
 from swjax.linear.program_report import TracedProduct, unsupported
 from swjax.linear.ragged import ragged_switchback
@@ -205,6 +207,8 @@ def _description(eqns, invars, outvars) -> tuple:
 
 def move(step: Step, values: Arrays, stored: Arrays) -> tuple[Arrays, Arrays]:
     """Moves a parameter, and the stored parameter likewise, but without gathers: its layer gathers int8."""
+    if isinstance(values[0], FrozenWeight):  # it is the matrix already
+        return values[:1], []
     name, outs = step.eqn.primitive.name, _bind(step.eqn, values)
     if name in CASTS | RESHARDS:
         return outs, stored[: len(outs)]
@@ -236,10 +240,11 @@ def multiply(
     at: int,
     layout: Layout | None,
     order: Sequence[int],
+    reading: str = "",
 ) -> tuple[Arrays, Arrays]:
     """Computes a `dot_general`, whose operand `at` is a parameter, by a recipe.
 
-    `order` is that of the contracted axes in the matrix of `layout`.
+    `order` is that of the contracted axes in the matrix of `layout`, `reading` that of `FrozenWeight`.
     """
     like: Any = step.eqn.outvars[0].aval
     params = step.eqn.params
@@ -248,6 +253,17 @@ def multiply(
     if at == 0:
         contracted, batch = contracted[::-1], batch[::-1]
     contracted = tuple(tuple(axes[i] for i in order) for axes in contracted)
+    if isinstance(w, FrozenWeight):
+        if (w.recipe, w.reading) != (recipe, reading):
+            raise ValueError(
+                f"the parameter {product.path!r} was frozen for another product or recipe than "
+                f"{product.equation}: freeze the parameters with this function and these rules"
+            )
+        shape = step.eqn.invars[at].aval.shape
+        columns = [size for axis, size in enumerate(shape) if axis not in contracted[1]]
+        sizes = [*columns, *(shape[axis] for axis in contracted[1])]
+        scale = w.scale if w.scale.size == 1 else w.scale.reshape(*columns, *(1,) * len(order))
+        w = QTensor(w.values.reshape(sizes), scale)
     options = {key: params[key] for key in ("precision", "preferred_element_type")}
     try:
         product_of = partial(_product, recipe, implementation, layout, (contracted, batch))
@@ -341,7 +357,8 @@ def inline(step: Step, values: Arrays, stored: Arrays) -> tuple[Arrays, Arrays]:
     def place(arrays, name):
         shardings = params.get(name, [None] * len(arrays))
         return [
-            constrain(a, s) if isinstance(s, Sharding) else a for a, s in zip(arrays, shardings)
+            constrain(a, s) if isinstance(s, Sharding) and not isinstance(a, FrozenWeight) else a
+            for a, s in zip(arrays, shardings)
         ]
 
     values, stored = place(values, "in_shardings"), _differing(values, stored)

@@ -177,7 +177,8 @@ def abstract_state(state: Any, mesh: Mesh, rules: SpecRules = RULES) -> Any:
     """Returns the sharding of each array of a train state.
 
     A leaf is sharded like a parameter if its path ends in the parameter's path and the shapes agree, such as
-    an optimizer moment or an average. All other leaves (step, counts, RMS) are replicated.
+    an optimizer moment or an average, or the codes of one in 8 bits. All other leaves (step, counts, RMS,
+    ranges of codes) are replicated.
 
     Args:
       state: tree of ShapeDtypeStructs or arrays, with the parameters in `state["params"]`.
@@ -194,7 +195,7 @@ def abstract_state(state: Any, mesh: Mesh, rules: SpecRules = RULES) -> Any:
     specs = {name: spec_of(name, rules) for name in params}
 
     def place(path, leaf):
-        keys = path_name(path).split("/")
+        keys = path_name(path).removesuffix("/codes").split("/")
         suffixes = ("/".join(keys[start:]) for start in range(len(keys)))
         owner = next((s for s in suffixes if s in params and params[s].shape == leaf.shape), None)
         spec = P() if owner is None else _fit(specs[owner], leaf.shape, mesh)

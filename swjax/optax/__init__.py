@@ -1,4 +1,4 @@
-"""Optimizers as optax gradient transformations. The package needs only JAX and optax.
+"""Optimizers as optax gradient transformations. The package needs JAX, optax and `swjax.kernels` only.
 
 >>> from swjax.optax import stable_adamw
 >>> optimizer = stable_adamw(learning_rate=2e-3)

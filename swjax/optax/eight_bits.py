@@ -58,6 +58,8 @@ def eight_bit_moments(
     second moment vanishes under a first one. Rounding depends on the number of updates and the place of an
     element only, so a resumed run has the same bits, as has every sharding.
 
+    Wrap it around `per_tensor_guard`, not inside: the guard restores moments tensor by tensor.
+
     Only memory is saved. XLA reads the moments twice to find the ranges, so that an update moves as many
     bytes as before. The loss of training with it was not studied in this project.
 
@@ -100,7 +102,8 @@ def eight_bit_moments(
     def encoded(inner: optax.OptState, count: jax.Array) -> optax.OptState:
         named = jax.tree_util.tree_leaves_with_path(inner)
         structure = jax.tree.structure(inner)
-        if named and not any(_is_in(path, fields) for path, _ in named):
+        has_field = lambda node: not set(fields).isdisjoint(getattr(node, "_fields", ()))
+        if not any(map(has_field, jax.tree.leaves(inner, is_leaf=has_field))):
             raise ValueError(
                 f"eight_bit_moments finds none of the fields {', '.join(fields)} in the state "
                 f"{type(inner).__name__}: name those of its moments in `fields`"
@@ -115,7 +118,9 @@ def eight_bit_moments(
 
     def init(params):
         count = jnp.zeros([], jnp.int32)
-        return EightBitMomentsState(count, encoded(optimizer.init(params), count))
+        # Without the barrier, XLA would round the zeros while it compiles.
+        inner = jax.lax.optimization_barrier(optimizer.init(params))
+        return EightBitMomentsState(count, encoded(inner, count))
 
     def update(grads, state, params=None, **extra_args):
         inner = jax.tree.map(

@@ -38,8 +38,8 @@ COEFFICIENTS: dict[str, tuple[tuple[float, float, float], ...]] = {
 }
 STEPS = 5
 
-# Powers of two by which Gram matrices and iterates are stored, so that float16 holds their small elements with
-# all digits: singular values are at most about 1, and elements of large matrices far below.
+# Powers of two by which Gram matrices and iterates are multiplied, so that float16 holds their small elements
+# with all digits: singular values are at most about 1, and elements of large matrices far below.
 _GRAM_SCALE = 2.0**10
 _ITERATE_SCALE = 2.0**6
 

@@ -95,8 +95,8 @@ def muon(
         each matrix of a stack; for parameters that AdamW updates, the axes set the RMS of `rms_by_path`.
       coefficients: of the Newton-Schulz iterations: "quintic", those of Jordan et al., or "polar_express",
         those of Amsel et al., which differ between steps and end nearer to 1.
-      steps: number of iterations, at least 1; None: 5. Each lifts the smallest singular values by a factor of about 3.4
-        with "quintic".
+      steps: number of iterations, at least 1; None: 5. With "quintic" each multiplies the smallest singular
+        values by 3.4.
       neuron_b2: in [0, 1), NorMuon's: divides the update of each output neuron, along the last axis of m x n,
         by the root of a moving average of its mean square, and scales the update of each matrix to an RMS of
         0.2. NorMuon's authors use 0.95. None: no such division. Not studied in this project.
@@ -268,7 +268,6 @@ def scale_by_muon(
     stacks: Sequence[tuple[int, ...] | MatrixAxes] = (),
     coefficients: str = "quintic",
     steps: int = STEPS,
-    implementation: str | None = None,
 ) -> optax.GradientTransformation:
     """`optax.contrib.scale_by_muon(consistent_rms=0.2)` for matrices and stacks of matrices; see `muon`.
 
@@ -276,7 +275,6 @@ def scale_by_muon(
       momentum, dtype, coefficients, steps: see `muon`.
       stacks: for each parameter its `MatrixAxes`, or the axes that enumerate its matrices; (): all but the
         last two.
-      implementation: see `newton_schulz.orthogonalize`.
     """
     reference = contrib.scale_by_muon(beta=momentum)
 
@@ -311,11 +309,7 @@ def scale_by_muon(
         leaves = [
             each.restore(x * (SCALE * math.sqrt(max(x.shape[-2:]))), before.shape)
             for x, each, before in zip(
-                orthogonalize_all(
-                    in_front, state.ns_coeffs, dtype, steps=steps, implementation=implementation
-                ),
-                axes,
-                leaves,
+                orthogonalize_all(in_front, state.ns_coeffs, dtype, steps=steps), axes, leaves
             )
         ]
         updates = jax.tree.unflatten(structure, leaves)

@@ -15,6 +15,7 @@ from swjax.models import clip
 from swjax.optax import (
     StableAdamWState,
     dynamic_loss_scale,
+    eight_bit_moments,
     muon,
     path_name,
     per_tensor_guard,
@@ -121,6 +122,8 @@ def make_optimizer(config: ConfigDict, schedule: optax.Schedule) -> optax.Gradie
         )
     if c.grad_clip_norm:
         update = optax.chain(optax.clip_by_global_norm(c.grad_clip_norm), update)
+    if c.eight_bit_moments:
+        return eight_bit_moments(update)
     if c.loss_scaling == "per_tensor":
         return per_tensor_guard(update, c.loss_scale, block_axes=clip.block_axes)
     if c.loss_scaling == "dynamic":

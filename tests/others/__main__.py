@@ -1,15 +1,16 @@
 """``make others``: checks the conversion of published projects, each group in its own environment.
 
-    python tests/others [NAME ...]
+    python tests/others [NAME ...]      # names are parts of those of projects
+    python tests/others --shares        # the share of FLOPs in int8 of whole models, see shares.py
 
-A name is a part of that of a project. It prints a table and exits with 1 if a project fails.
+It prints a table and exits with 1 if a project fails. The environments need Python 3.12, see `PYTHON`.
 """
 
 import json
 import os
+import shutil
 import subprocess
 import sys
-import venv
 from pathlib import Path
 
 from projects import ENVIRONMENTS, PROJECTS
@@ -24,6 +25,8 @@ SETTINGS = {
     "PYTHONPATH": str(ROOT),
 }
 LONGEST = 900  # seconds of one project
+# The newest jax and some projects need Python 3.12.
+PYTHON = sys.executable if sys.version_info >= (3, 12) else shutil.which("python3.12")
 
 
 def python_of(environment: str) -> Path:
@@ -32,7 +35,9 @@ def python_of(environment: str) -> Path:
     installed, python = folder / ".installed", folder / "bin" / "python"
     if not installed.exists() or installed.read_text() != wanted:
         print(f"installing into {folder.relative_to(ROOT)}: some minutes, once", flush=True)
-        venv.create(folder, clear=True, with_pip=True)
+        if PYTHON is None:
+            sys.exit("make others needs Python 3.12, got none: put python3.12 on PATH")
+        subprocess.run([PYTHON, "-m", "venv", "--clear", folder], check=True)
         pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         subprocess.run([*pip, *ENVIRONMENTS[environment]], check=True)
         installed.write_text(wanted)
@@ -55,6 +60,9 @@ def row_of(name: str) -> dict:
 
 def main() -> int:
     parts = sys.argv[1:]
+    if parts == ["--shares"]:
+        command = [python_of("tunix"), HERE / "shares.py"]
+        return subprocess.run(command, env=os.environ | SETTINGS).returncode
     names = [n for n in PROJECTS if not parts or any(part.lower() in n.lower() for part in parts)]
     if not names:
         print(f"no project has {' or '.join(parts)} in its name: {'; '.join(PROJECTS)}")

@@ -1,0 +1,227 @@
+"""Weights by name: models of the Hugging Face hub, and open_clip's names for them.
+
+A name is "ViT-B-32/laion2b_s34b_b79k" (open_clip's architecture and tag), "hf-hub:laion/NAME" or
+"google/NAME", each optionally followed by "@REVISION". A model in the local cache is used as it is; otherwise
+the package huggingface_hub downloads it into the cache.
+"""
+
+import contextlib
+import os
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from swjax.interop import weight_files
+from swjax.packages import MissingPackage, require
+
+# {architecture: {tag: repository}}: open_clip's names of CLIPs with CLIP's own tokenizer.
+_TIMM = "timm/vit_{}_clip_{}.{}"
+OPEN_CLIP: dict[str, dict[str, str]] = {
+    "ViT-B-32": {
+        "openai": _TIMM.format("base_patch32", 224, "openai"),
+        "laion400m_e31": _TIMM.format("base_patch32", 224, "laion400m_e31"),
+        "laion400m_e32": _TIMM.format("base_patch32", 224, "laion400m_e32"),
+        "laion2b_e16": _TIMM.format("base_patch32", 224, "laion2b_e16"),
+        "laion2b_s34b_b79k": "laion/CLIP-ViT-B-32-laion2B-s34B-b79K",
+        "datacomp_xl_s13b_b90k": "laion/CLIP-ViT-B-32-DataComp.XL-s13B-b90K",
+        "datacomp_m_s128m_b4k": "laion/CLIP-ViT-B-32-DataComp.M-s128M-b4K",
+        "metaclip_400m": _TIMM.format("base_patch32", 224, "metaclip_400m"),
+        "metaclip_fullcc": _TIMM.format("base_patch32", 224, "metaclip_2pt5b"),
+    },
+    "ViT-B-32-256": {
+        "datacomp_s34b_b86k": "laion/CLIP-ViT-B-32-256x256-DataComp-s34B-b86K",
+    },
+    "ViT-B-16": {
+        "openai": _TIMM.format("base_patch16", 224, "openai"),
+        "laion400m_e31": _TIMM.format("base_patch16", 224, "laion400m_e31"),
+        "laion400m_e32": _TIMM.format("base_patch16", 224, "laion400m_e32"),
+        "laion2b_s34b_b88k": "laion/CLIP-ViT-B-16-laion2B-s34B-b88K",
+        "datacomp_xl_s13b_b90k": "laion/CLIP-ViT-B-16-DataComp.XL-s13B-b90K",
+        "datacomp_l_s1b_b8k": "laion/CLIP-ViT-B-16-DataComp.L-s1B-b8K",
+        "dfn2b": "apple/DFN2B-CLIP-ViT-B-16",
+        "metaclip_400m": _TIMM.format("base_patch16", 224, "metaclip_400m"),
+        "metaclip_fullcc": _TIMM.format("base_patch16", 224, "metaclip_2pt5b"),
+    },
+    "ViT-L-14": {
+        "openai": _TIMM.format("large_patch14", 224, "openai"),
+        "laion400m_e31": _TIMM.format("large_patch14", 224, "laion400m_e31"),
+        "laion400m_e32": _TIMM.format("large_patch14", 224, "laion400m_e32"),
+        "laion2b_s32b_b82k": "laion/CLIP-ViT-L-14-laion2B-s32B-b82K",
+        "datacomp_xl_s13b_b90k": "laion/CLIP-ViT-L-14-DataComp.XL-s13B-b90K",
+        "dfn2b": "apple/DFN2B-CLIP-ViT-L-14",
+        "metaclip_400m": _TIMM.format("large_patch14", 224, "metaclip_400m"),
+        "metaclip_fullcc": _TIMM.format("large_patch14", 224, "metaclip_2pt5b"),
+    },
+    "ViT-L-14-336": {"openai": _TIMM.format("large_patch14", 336, "openai")},
+    "ViT-H-14": {
+        "laion2b_s32b_b79k": "laion/CLIP-ViT-H-14-laion2B-s32B-b79K",
+        "metaclip_fullcc": _TIMM.format("huge_patch14", 224, "metaclip_2pt5b"),
+    },
+    "ViT-g-14": {
+        "laion2b_s12b_b42k": "laion/CLIP-ViT-g-14-laion2B-s12B-b42K",
+        "laion2b_s34b_b88k": "laion/CLIP-ViT-g-14-laion2B-s34B-b88K",
+    },
+    "ViT-bigG-14": {
+        "laion2b_s39b_b160k": "laion/CLIP-ViT-bigG-14-laion2B-39B-b160k",
+        "metaclip_fullcc": _TIMM.format("gigantic_patch14", 224, "metaclip_2pt5b"),
+    },
+}
+
+
+class _Library(NamedTuple):
+    """The files of a library: its config, its weights, the preferred first, and what may be missing."""
+
+    config: str
+    weights: tuple[str, ...]
+    others: tuple[str, ...] = ()
+
+
+_FILES = {
+    "open_clip": _Library(
+        "open_clip_config.json", ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
+    ),
+    "huggingface": _Library(
+        "config.json",
+        (
+            "model.safetensors",
+            "model.safetensors.index.json",
+            "pytorch_model.bin",
+            "pytorch_model.bin.index.json",
+        ),
+        ("preprocessor_config.json",),
+    ),
+}
+_NAME = re.compile(r"(hf-hub:)?([\w-][\w.-]*)/([\w-][\w.-]*?)(?:@([\w-][\w.-]*))?")
+_FILE = re.compile(r".*\.(safetensors|npz|bin|pt|pth|ckpt|json)")
+
+
+class Model(NamedTuple):
+    """A model of the hub.
+
+    Attributes:
+      repository: such as "google/siglip-base-patch16-224".
+      revision: branch, tag or commit.
+      library: a key of `_FILES`, the library whose files are expected.
+    """
+
+    repository: str
+    revision: str
+    library: str
+
+
+def named(address: str | Path) -> Model | None:
+    """Returns the model that an address names, or None if it is a path.
+
+    >>> named("ViT-B-32/openai").repository, named("google/siglip-base-patch16-224@main").library
+    ('timm/vit_base_patch32_clip_224.openai', 'huggingface')
+    >>> named("./weights/mine"), named("mine.safetensors"), named("gs://bucket/mine")
+    (None, None, None)
+    """
+    text = str(address)
+    found = _NAME.fullmatch(text)
+    if Path(text).exists() or not found or _FILE.fullmatch(text):
+        return None
+    prefix, owner, name, revision = found.groups()
+    if not prefix and Path(owner).is_dir():  # a mistyped path
+        return None
+    repository = OPEN_CLIP.get(owner, {}).get(name) if not prefix else None
+    open_clip = prefix or repository or owner == "timm"
+    library = "open_clip" if open_clip else "huggingface"
+    return Model(repository or f"{owner}/{name}", revision or "main", library)
+
+
+def resolve(address: str | Path) -> Path:
+    """Returns the local path of weights: that of a named model in the cache, else the address itself.
+
+    Raises:
+      ValueError: the model is not in the cache and cannot be downloaded, or has no weights that swjax reads.
+    """
+    model = named(address)
+    if model is None:
+        return Path(address)
+    return _cached(model) or _downloaded(model, str(address))
+
+
+def cache() -> Path:
+    """The folder in which huggingface_hub keeps models."""
+    if os.environ.get("HF_HUB_CACHE"):
+        return Path(os.environ["HF_HUB_CACHE"]).expanduser()
+    general = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    return (Path(os.environ.get("HF_HOME") or general) / "hub").expanduser()
+
+
+def _cached(model: Model) -> Path | None:
+    """The folder of the cache that holds all files of the model, or None."""
+    folder = cache() / f"models--{model.repository.replace('/', '--')}"
+    commit = folder / "refs" / model.revision
+    revision = commit.read_text().strip() if commit.is_file() else model.revision
+    snapshot = folder / "snapshots" / revision
+    for files in _FILES.values():
+        weights = next(
+            (snapshot / name for name in files.weights if (snapshot / name).is_file()), None
+        )
+        if not (snapshot / files.config).is_file() or weights is None:
+            continue
+        if all((snapshot / name).is_file() for name in weight_files.shards(weights)):
+            return snapshot
+    return None
+
+
+def _downloaded(model: Model, address: str) -> Path:
+    try:
+        require("huggingface_hub", extra="hub", user=f"downloading {model.repository}")
+    except MissingPackage as error:
+        raise ValueError(f"{_absent(model)}; {error}") from error
+    from huggingface_hub import errors, hf_hub_download
+
+    def get(name: str) -> Path:
+        offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+        path = hf_hub_download(
+            model.repository,
+            name,
+            revision=model.revision,
+            cache_dir=cache(),
+            endpoint=os.environ.get("HF_ENDPOINT"),
+            local_files_only=offline,
+        )
+        return Path(path)
+
+    try:
+        for files in _FILES.values():
+            with contextlib.suppress(errors.RemoteEntryNotFoundError):
+                get(files.config)
+                for name in files.weights:
+                    with contextlib.suppress(errors.RemoteEntryNotFoundError):
+                        path = get(name)
+                        break
+                else:
+                    continue
+                for name in weight_files.shards(path):
+                    get(name)
+                for name in files.others:
+                    with contextlib.suppress(errors.RemoteEntryNotFoundError):
+                        get(name)
+                return path.parent
+    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
+        raise ValueError(
+            f"there is no such path, and the hub shows no model {model.repository} of revision "
+            f"{model.revision}: check the name; if it is private or needs a consent, run `hf auth login`"
+        ) from error
+    except OSError as error:  # no network, no such host, a full disk
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{_absent(model)} ({type(error).__name__}: {reason:.120})") from error
+    raise ValueError(
+        f"the model {model.repository} of the hub has no complete weights of open_clip or transformers, such "
+        "as config.json and model.safetensors: choose another"
+    )
+
+
+def _absent(model: Model) -> str:
+    files, name = _FILES[model.library], model.repository.rpartition("/")[2]
+    wanted = " ".join((files.config, files.weights[0], *files.others))
+    revision = f" --revision {model.revision}" if model.revision != "main" else ""
+    return (
+        f"there is no such path, and Hugging Face's cache {cache()} does not hold all files of "
+        f"{model.repository}: where there is a network, run `hf download {model.repository} {wanted}"
+        f"{revision} --local-dir weights/{name}`, and give the path of that folder"
+    )
