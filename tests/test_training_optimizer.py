@@ -140,7 +140,6 @@ def test_a_run_with_muon(micro, tmp_path, eight_bits):
         optimizer__freeze="^text/",
         diagnostics__rms="true",
         optimizer__eight_bit_moments=eight_bits,
-        diagnostics__rms=True,
     )
     with jax.numpy_dtype_promotion("standard"):
         assert train(config, tmp_path / "whole") == 0
