@@ -113,13 +113,20 @@ def test_the_dtype_of_muons_products(micro, dtype):
     assert set(re.findall(r"\bb?f16\b", program)) == (set() if dtype == "float32" else {"f16"})
 
 
-@pytest.mark.parametrize("name", ["adamw", "stable_adamw", "muon"])
-def test_moments_in_8_bits_are_sharded_like_parameters(micro, name):
-    config = micro(optimizer__name=name, optimizer__eight_bit_moments=True)
+@pytest.mark.parametrize(
+    "name, scaling", [("adamw", ""), ("stable_adamw", "per_tensor"), ("muon", "dynamic")]
+)
+def test_moments_in_8_bits_are_sharded_like_parameters(micro, name, scaling):
+    config = micro(
+        optimizer__name=name, optimizer__eight_bit_moments=True, optimizer__loss_scaling=scaling
+    )
     optimizer = optimizer_lib.make_optimizer(config, lambda count: 1e-3)
     params = {"blocks": {"kernel": jnp.ones((2, 64, 128))}}
     with jax.numpy_dtype_promotion("standard"):  # optax.adamw needs it
-        _, opt_state = optimizer.update(params, optimizer.init(params), params)
+        updates, opt_state = optimizer.update(params, optimizer.init(params), params)
+    assert np.all(np.asarray(updates["blocks"]["kernel"]) < 0)
+    if scaling:
+        assert measure_scaling(scaling, opt_state)["train/loss_scale"] == 2**16
     state = {"params": params, "opt_state": opt_state}
     mesh, rules = jax.make_mesh((2,), ("fsdp",)), [(".*", jax.P(None, "fsdp"))]
     placed = sharding.abstract_state(state, mesh, rules)

@@ -146,6 +146,12 @@ def decoded_moments(opt_state: optax.OptState, block: int = BLOCK) -> optax.OptS
     )
 
 
+def has_eight_bits(opt_state: optax.OptState) -> bool:
+    """Whether a state has moments in 8 bits."""
+    nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, EightBits))
+    return any(isinstance(node, EightBits) for node in nodes)
+
+
 def _is_in(path: tuple[Any, ...], fields: Sequence[str]) -> bool:
     """Whether a leaf is inside one of the fields of a named tuple."""
     return any(isinstance(k, jax.tree_util.GetAttrKey) and k.name in fields for k in path)
