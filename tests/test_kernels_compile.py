@@ -339,8 +339,8 @@ def test_ragged_products_run_on_tensor_cores_with_wide_loads(compiled, capabilit
 # --- Blackwell: compiled, not timed -----------------------------------------------------------------------
 
 INT8 = "s32.s8.s8.s32"
-# {capability: instructions of int8 and of fp8 products}: B200, B300 and the RTX cards. B300 has no int8 unit of
-# its generation, and multiplies with the instruction of Ampere.
+# {capability: instructions of int8 and of fp8 products}: B200, B300 and the RTX cards. B300 has no int8 unit
+# of its generation, and multiplies with the instruction of Ampere.
 BLACKWELL = {
     100: ("tcgen05.mma.cta_group::1.kind::i8", "tcgen05.mma.cta_group::1.kind::f8f6f4"),
     103: (
@@ -370,7 +370,9 @@ def test_products_on_blackwell(compiled, capability, tmp_path):
 @pytest.mark.parametrize("case", ROWS)
 def test_row_kernels_on_blackwell(compiled, case, capability, tmp_path):
     arrays, options = ROWS[case]
-    assert_no_spills(compiled(capability, in_triton(case.split(",")[0]), *arrays, **options), tmp_path)
+    assert_no_spills(
+        compiled(capability, in_triton(case.split(",")[0]), *arrays, **options), tmp_path
+    )
 
 
 # {capability: bytes of stack of attention, of its gradient, and of the weight gradient of rotated tokens}.
