@@ -60,7 +60,9 @@ def test_a_mesh_in_context_names_its_devices():
             assert tiles.compute_capability() == (9, 0)
 
 
-def test_a_default_device_is_the_target():
+def test_a_default_device_is_the_target(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert targets.platform() == "gpu"
     with jax.default_device(jax.devices("cpu")[0]):
         assert targets.platform() == "cpu"
 
