@@ -50,7 +50,9 @@ def _mosaic(operation, *arrays, **options):
     if "weight_gradient" in operation and not operation.startswith("ragged"):
         # The interpreter has no semaphores across blocks.
         options.setdefault("slices", Slices(0, 0.0, 1))
-    options |= {"interpret": plgpu.InterpretGPUParams(), "multiprocessors": 4}
+    races = options.pop("detect_races", False)
+    parameters = plgpu.InterpretGPUParams(detect_races=races)  # raises an error at a race
+    options = {"interpret": parameters, "multiprocessors": 4} | options
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu_callbacks, "wgmma", partial(_multiply, gpu_callbacks.wgmma))
         if operation == "ragged_block_weight_gradient":  # Triton rotates

@@ -248,15 +248,16 @@ def store_tile(
       add: whether to add what the buffers hold, one for each piece.
       **options: options of `plgpu.copy_smem_to_gmem`.
     """
-    # If the pieces do not fill the buffers evenly, the last piece of the tile before may still be copied from
-    # the buffer of the first one.
-    uneven = (to.shape[1] // piece) % buffers.shape[0] != 0
-    for number, at in enumerate(range(0, to.shape[1], piece)):
+    starts = range(0, to.shape[1], piece)
+    for number, at in enumerate(starts):
         y, slot = values(at), number % buffers.shape[0]
         if add:
             y = y + buffers[slot].astype(jnp.float32)
         else:
-            plgpu.wait_smem_to_gmem(0 if uneven and number == 0 else 1, wait_read_only=True)
+            # The buffers take turns. With an odd number of pieces the last one of the tile before is in
+            # buffer 0, and a unit without steps takes no time in which its copy would end.
+            same = number == 0 and len(starts) % buffers.shape[0]
+            plgpu.wait_smem_to_gmem(0 if same else 1, wait_read_only=True)
         buffers[slot] = y.astype(buffers.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(buffers.at[slot], to.at[:, pl.ds(at, piece)], **options)

@@ -129,7 +129,8 @@ class RaggedGradientWork:
             def _():
                 x = self.scratch.a.at[slot, :, pl.ds(half * HALF, HALF)]
                 pieces = [x]
-                # Both warpgroups write the same values to the operand that they share.
+                # Both warpgroups write the same values to the operand that they share, and neither releases
+                # the slot before its own product has read it. The interpreter reports that as a race.
                 pieces += [
                     self.scratch.b.at[slot, :, pl.ds(at, HALF)] for at in range(0, TILE_N, HALF)
                 ]
