@@ -172,7 +172,8 @@ def measure(rows: list[dict], case: Case, program: Program) -> dict:
 def saved_gib(case: Case) -> float:
     """Memory of the arrays that the blocks save for the backward pass, before XLA's optimizations.
 
-    They are those of `jax.ad_checkpoint.print_saved_residuals` without the arguments.
+    They are those of `jax.ad_checkpoint.print_saved_residuals` without the arguments, and without fp32
+    arrays of the shapes of parameters: these are the parameters, which XLA does not copy.
     """
     graph, like = split(lambda: ARMS[case.arm](case.shape, case.remat))
     size = (case.shape.batch, case.shape.length, case.shape.width)
@@ -181,7 +182,9 @@ def saved_gib(case: Case) -> float:
     program = jax.make_jaxpr(residuals)(like, jax.ShapeDtypeStruct(size, DTYPE)).jaxpr
     results = (v for v in program.outvars if not isinstance(v, jax.extend.core.Literal))
     saved = {id(v): v.aval for v in results if v not in program.invars}
-    return sum(aval.size * aval.dtype.itemsize for aval in saved.values()) / 2**30
+    parameters = {(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(like)}
+    arrays = (a for a in saved.values() if (a.shape, a.dtype) not in parameters)
+    return sum(aval.size * aval.dtype.itemsize for aval in arrays) / 2**30
 
 
 def kernel_times(run: Callable) -> dict:

@@ -5,11 +5,12 @@
 Errors are those of float32 inputs against float64 products, on drawn data:
 
 - normal: all arrays are normal;
-- outliers: six of the 1,024 channels of x are 30 times as large. Errors are relative to what the other channels
-  contribute: y without those six, and the other rows of dw;
+- outliers: six of the 1,024 channels of x are 30 times as large. Errors are relative to what the other
+  channels contribute: y without those six, and the other rows of dw;
 - tokens: each token of x and g is multiplied by exp(z), z normal. Errors of y and dx are means over tokens.
 """
 
+import argparse
 import functools
 
 import jax
@@ -70,13 +71,15 @@ def _relative(error: np.ndarray, value: np.ndarray, axis: int | None) -> float:
 def table(recipes: tuple[str, ...] = tuple(swjax.RECIPES)) -> str:
     """The errors in percent, as a table in Markdown."""
     columns = [errors(data, recipes) for data in DATA]
-    names = [f"{data}: {name}" for data in DATA for name in ("y", "dx", "dw")]
-    rows = [["recipe", *names], ["---"] * (1 + len(names))]
+    names = [f"{data}:&nbsp;y|dx|dw" for data in DATA]
+    rows = [["recipe", *names], ["---"] * (1 + 3 * len(names))]
     for recipe in recipes:
         percents = (100 * error for column in columns for error in column[recipe])
         rows.append([f"`{recipe}`", *(f"{p:.2g}" if p > 1e-3 else "0" for p in percents)])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return "\n".join(f"|{'|'.join(row)}|" for row in rows)
 
 
 if __name__ == "__main__":
-    print(table())
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--recipes", nargs="+", default=list(swjax.RECIPES), choices=swjax.RECIPES)
+    print(table(tuple(parser.parse_args().recipes)))

@@ -169,9 +169,9 @@ def choose(operation: str, *arrays: Any, implementation: str | None = None, **op
 
     For an NVIDIA GPU (see `targets`), None chooses the fastest implementation for the shape in the device's
     tuned table, or else the first of `IMPLEMENTATIONS` that can run. With several devices outside of a
-    `jax.shard_map` over all mesh axes, None chooses XLA; see `warn_if_gathering`. If an operation lacks the named implementation,
-    it runs through XLA: see `check_products`. For an operation of several layers, "xla" in the tuned table
-    means that the operation of each layer is faster; see `has_kernel`.
+    `jax.shard_map` over all mesh axes, None chooses XLA; see `warn_if_gathering`. If an operation lacks the
+    named implementation, it runs through XLA: see `check_products`. For an operation of several layers, "xla"
+    in the tuned table means that the operation of each layer is faster; see `has_kernel`.
 
     >>> choose("quantize", jnp.ones((1, 2)), implementation="mosaic_gpu")
     'xla'

@@ -124,8 +124,8 @@ def round_to_fp8(x: jax.Array, dtype: str, bits: jax.Array | None = None) -> jax
     Args:
       x: [...] float32. For x beyond the format's largest value, the result is not a value of the format.
       dtype: "float8_e4m3fn", "float8_e5m2" or "float4_e2m1fn".
-      bits: uint32 [...], uniformly random: rounds away from zero with a probability that is the distance to the
-        neighbour towards zero in units of the spacing, so that the mean is x. None rounds to nearest.
+      bits: uint32 [...], uniformly random: rounds away from zero with a probability that is the distance to
+        the neighbour towards zero in units of the spacing, so that the mean is x. None rounds to nearest.
 
     Returns:
       [...] float32.

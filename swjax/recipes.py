@@ -37,7 +37,8 @@ class Quantizer:
     """The quantization of one operand of a product.
 
     Attributes:
-      dtype: "int8", "float8_e4m3fn" or "float8_e5m2"; for "segment" and "square" an fp8 format or "float4_e2m1fn".
+      dtype: "int8", "float8_e4m3fn" or "float8_e5m2"; for the scopes "segment" and "square" an fp8 format or
+        "float4_e2m1fn".
       scope: the elements that share one scale. "row": a vector of the left operand along the contraction (a
         token); "channel": a vector of the right operand along the contraction (an output channel of that
         product); "tensor": the whole operand; "block": a column of a block of tokens, only for wgrad;
@@ -260,7 +261,9 @@ class Recipe:
             return
         if "block" not in (self.wgrad.lhs.scope, self.wgrad.rhs.scope):
             if "square" in (self.wgrad.lhs.scope, self.wgrad.rhs.scope):
-                raise ValueError("Recipe(wgrad=...) has no weight: use 'segment' rather than 'square'")
+                raise ValueError(
+                    "Recipe(wgrad=...) has no weight: use 'segment' rather than 'square'"
+                )
             if self.wgrad.lhs.rotation > 1 and not self.wgrad.in_blocks:
                 raise ValueError(
                     "Recipe(wgrad=...) rotates tokens in blocks only, got rotation="

@@ -2,7 +2,9 @@
 
 import json
 import logging
+import re
 import warnings
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -63,6 +65,18 @@ def test_the_choice_for_a_chip(chip, recipe, capsys):
     )
 
 
+def test_the_page_has_the_table():
+    page = (Path(__file__).parents[1] / "docs" / "chips.md").read_text()
+    rows = {row.split("|")[1].strip(): row for row in page.splitlines() if row.startswith("| ")}
+    for chip in chips.CHIPS:
+        _, _, *peaks, formats, chosen, _, tried, _ = map(str.strip, rows[chip.name].split("|"))
+        numbers = [f"{peak:,g}" if peak else "-" for peak in (chip.bf16, chip.fp8, chip.int8)]
+        assert peaks == numbers and formats == (", ".join(chip.block_formats) or "-")
+        with targets.compiling_for(chip.name):
+            best = {auto.choose(*shapes, quietly=True) for shapes in ((), (WIDE.shape,))}
+        assert set(re.findall(r"`(\w+)`", chosen)) == best and tried
+
+
 def test_it_is_said_once(capsys):
     for _ in range(3):
         swjax.switchback(jnp.ones((2, 8)), jnp.ones((8, 4)), recipe="auto")
@@ -121,8 +135,7 @@ def test_a_recipe_that_is_slow_on_the_chip_warns_once(chip, recipe):
         targets.compiling_for(chip),
         pytest.warns(UserWarning, match="not faster than bf16") as found,
     ):
-        jax.eval_shape(layer, X, WIDE)
-        jax.eval_shape(layer, X, NARROW)
+        jax.eval_shape(lambda x, w, n: (layer(x, w), layer(x, n)), X, WIDE, NARROW)
     assert sum("not faster" in str(each.message) for each in found) == 1
     with targets.compiling_for(chip), warnings.catch_warnings():
         warnings.simplefilter("error")

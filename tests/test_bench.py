@@ -270,6 +270,25 @@ def test_language_models_on_two_devices(monkeypatch):
     assert gathered(("switchback_hadamard+fused", 2), "s8") == {*sizes}
 
 
+@pytest.mark.release
+def test_language_models_of_pytorch_on_two_devices(tmp_path):
+    """One process a device; the error of a case that cannot run is in its row."""
+    pytest.importorskip("torch")
+    out = tmp_path / "torch.json"
+    script = [sys.executable, ROOT / "benchmarks" / "language_models_torch.py", f"--out={out}"]
+    flags = ["--kinds", "step", "--models", "tiny", "--arms", "bf16", "float8_rowwise"]
+    variables = {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [*script, *flags, "--mesh", "fsdp=2", "fsdp=1"]
+    subprocess.run(command, check=True, capture_output=True, env=ENVIRONMENT | variables)
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["arm"], row["devices"], row["batch"]) for row in rows] == [
+        (f"torch {arm}", devices, 2 * devices)
+        for devices in (2, 1)
+        for arm in ("bf16", "float8_rowwise")
+    ]
+    assert all(row["tokens_per_second"] > 0 for row in rows if row["arm"] == "torch bf16")
+
+
 def test_experts_of_language_models():
     """Against every expert for every token; a block in int8 is near the one in bf16."""
     shape = SHAPES["blocks"]["tiny-moe"]

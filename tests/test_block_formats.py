@@ -1,4 +1,4 @@
-"""Block formats: bits equal to independent definitions, rounding without bias, and the layers that use them."""
+"""Block formats: bits equal to independent definitions, and rounding without bias."""
 
 from functools import partial
 
@@ -73,7 +73,7 @@ def test_mx_follows_the_ocp_specification(dtype):
 
 
 def test_mx_scales_of_jax_are_rounded_up():
-    """`jax.nn.scaled_matmul` clips nothing, so half of the blocks have twice the scale of the specification."""
+    """`jax.nn.scaled_matmul` clips nothing: some blocks have twice the scale of the specification."""
     from jax._src.cudnn.scaled_matmul_stablehlo import e8m0_to_dtype, quantize
 
     x = drawn(64, 128)[:-2]
@@ -106,7 +106,7 @@ def test_nvfp4_follows_transformer_engine(square):
 
 @pytest.mark.parametrize("square", [False, True])
 def test_float32_scales(square):
-    """absmax / 448 in float32, values x * (448 / absmax) rounded to e4m3, as `swjax.quantize` of each block."""
+    """absmax / 448 in float32, values x * (448 / absmax) rounded to e4m3, as in `swjax.quantize`."""
     x = drawn(256, 384, seed=2)
     rows = x.reshape(2, 128, 3, 128) if square else x.reshape(256, 1, 3, 128)
     maxima = np.maximum(np.abs(rows).max((1, 3)), np.float32(2.0**-92))

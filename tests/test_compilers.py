@@ -1,6 +1,7 @@
 """Programs for chips that this machine lacks: the compilers of TPUs and NVIDIA GPUs need no device.
 
-They need libtpu, or jax-cuda13-pjrt, jax-cuda13-plugin and nvidia-cuda-nvcc 13.5; without them they are skipped.
+They need libtpu, or jax-cuda13-pjrt, jax-cuda13-plugin and nvidia-cuda-nvcc 13.5; without them the tests are
+skipped.
 """
 
 import collections
@@ -12,7 +13,8 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import swjax
 from swjax.kernels import chips, dispatch, saved_programs, targets
@@ -21,7 +23,9 @@ from swjax.recipes import RECIPES
 pytestmark = [
     pytest.mark.release,
     pytest.mark.usefixtures("compiles_as_users_do"),
-    pytest.mark.filterwarnings("ignore:swjax. (products in block formats are emulated|.* not faster)"),
+    pytest.mark.filterwarnings(
+        "ignore:swjax. (products in block formats are emulated|.* not faster)"
+    ),
 ]
 
 TOKENS, K, N = 1024, 512, 1024

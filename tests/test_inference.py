@@ -114,7 +114,7 @@ def test_from_big_vision_with_another_tokenizer(tmp_path):
         gelu="tanh",
         embed_dim=32,
         init_logit_bias=-10.0,
-        vision=sizes | {"image_size": 32, "patch_size": 16},
+        vision=sizes | {"image_size": 32, "patch_size": 16, "resize_mode": "squash"},
         text=sizes | {"vocab_size": 60},
     )
     interop.save(tmp_path, clip.CLIP(cfg, rngs=nnx.Rngs(0)), "big_vision")

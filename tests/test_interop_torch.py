@@ -175,7 +175,7 @@ def test_files_of_torch(tmp_path, kind):
         rest = {"epoch": 3, "optimizer": {"param_groups": [{"lr": 1e-3, "betas": (0.9, 0.98)}]}}
         state = rest | {"state_dict": {f"module.{name}": value for name, value in state.items()}}
     if kind == "TorchScript":
-        with pytest.warns(DeprecationWarning):
+        with pytest.warns(DeprecationWarning, match="torch.jit"):
             torch.jit.save(torch.jit.trace(held(state), torch.zeros(1)), file)
     elif kind == "shards":
         names, file = list(state), tmp_path / "pytorch_model.bin.index.json"

@@ -65,7 +65,8 @@ def test_a_default_device_is_the_target():
         assert targets.platform() == "cpu"
 
 
-def test_functions_are_traced_again_for_another_target(monkeypatch):
+@pytest.mark.filterwarnings("ignore:swjax. .* products are not faster")  # on that TPU
+def test_functions_are_traced_again_for_another_target():
     """XLA for CPUs multiplies fp8 as float32, for others as bfloat16."""
     layer = jax.jit(lambda x, w: swjax.switchback(x, w, recipe="fp8_switchback"))
     text = lambda: layer.trace(X, W).jaxpr.pretty_print()

@@ -134,6 +134,7 @@ def test_a_run_with_muon(micro, tmp_path, eight_bits):
         optimizer__name="muon",
         optimizer__grad_clip_norm=1.0,
         optimizer__freeze="^text/",
+        diagnostics__rms="true",
         optimizer__eight_bit_moments=eight_bits,
     )
     with jax.numpy_dtype_promotion("standard"):

@@ -1,9 +1,9 @@
-"""Formats whose blocks of neighbours share a scale, emulated: values are rounded as in hardware, and multiplied in
-bfloat16 or float32.
+"""Formats whose blocks of neighbours share a scale, emulated: values are rounded as in hardware, and
+multiplied in bfloat16 or float32.
 
-A block has one scale in a small format; NVFP4 adds one float32 scale for the whole array. Values and scales of
-MXFP8 and NVFP4 are exact in bfloat16 together, so a bfloat16 product with float32 sums computes what matrix units for
-these formats do. The product of e4m3 and a float32 scale is rounded to float32.
+A block has one scale in a small format; NVFP4 adds one float32 scale for the whole array. bfloat16 holds
+values times scales of MXFP8 and NVFP4 exactly, so a bfloat16 product with float32 sums computes what matrix
+units for these formats do. The product of e4m3 and a float32 scale is rounded to float32.
 """
 
 from typing import NamedTuple
@@ -43,7 +43,9 @@ class Blocks(NamedTuple):
     scale: jax.Array
 
 
-def block_absolute_maximum(x: jax.Array, axis: int, block: int, *, square: bool = False) -> jax.Array:
+def block_absolute_maximum(
+    x: jax.Array, axis: int, block: int, *, square: bool = False
+) -> jax.Array:
     """The largest magnitude of each block.
 
     Args:
@@ -53,7 +55,7 @@ def block_absolute_maximum(x: jax.Array, axis: int, block: int, *, square: bool 
       square: whether a block also extends along the other axis of a matrix x.
 
     Returns:
-      float32: like x, with ceil(n / block) elements instead of n along `axis`, and if `square` along both axes.
+      float32: like x, with ceil(n / block) elements instead of n along `axis`, if `square` along both axes.
 
     >>> block_absolute_maximum(jnp.array([[1.0, -3.0, 2.0]]), -1, 2).tolist()
     [[3.0, 2.0]]
@@ -77,21 +79,17 @@ def quantize_blocks(
 ) -> Blocks:
     """Scales each block so that its largest magnitude fits into `dtype`, and rounds.
 
-    The scale of a block with the largest magnitude m is
+    With m the largest magnitude of a block, `scale` is the format of its scale:
 
-    ======================  =================================================================================
-    `scale`                 scale of a block
-    ======================  =================================================================================
-    "float32"               m / largest(dtype), as `swjax.quantize` does
-    "float8_e8m0fnu" (MX)   2 ** (floor(log2 m) - e), with e the exponent of the largest value of `dtype`: the
-                            OCP specification, which rounds the scale down and clips up to a fifth of m.
-                            `jax.nn.scaled_matmul` rounds m / largest(dtype) up to a power of two, and clips nothing
-    "float8_e4m3fn" (NV)    m / largest(dtype) * encode, rounded to e4m3, with encode = 448 * largest(dtype) / M for
-                            the largest magnitude M of the array, as Transformer Engine defines it
-    ======================  =================================================================================
+    - "float32": m / largest(dtype), as in `swjax.quantize`.
+    - "float8_e8m0fnu", MX: 2 ** (floor(log2 m) - e), with the exponent e of the largest value of `dtype`.
+      This is the OCP specification. It rounds the scale down, which clips up to an eighth of m.
+      `jax.nn.scaled_matmul` rounds m / largest(dtype) up to a power of two, and clips nothing.
+    - "float8_e4m3fn", NVFP4: m / largest(dtype) * encode, rounded to e4m3, with encode = 448 *
+      largest(dtype) / M and the largest magnitude M of the array, as in Transformer Engine.
 
-    m and M are at least 2**-92, as in `swjax.quantize`. A block with a non-finite element becomes NaN, and in "NV"
-    the whole array.
+    m and M are at least 2**-92, as in `swjax.quantize`. A block with a non-finite element becomes NaN; in
+    NVFP4, the whole array.
 
     Args:
       x: [...] float16, bfloat16 or float32, of any size.
@@ -101,8 +99,8 @@ def quantize_blocks(
       scale: format of the scales, see above.
       square: whether blocks are `block` x `block` elements of a matrix.
       absmax: float32 with one element, M; None takes that of x. For shards of a larger array.
-      bits: uint32 like x, random: rounds stochastically, up with a probability that is the distance to the lower
-        neighbour in units of the spacing, so that the mean over bits is exact. None rounds to nearest, ties to even.
+      bits: uint32 like x, random: rounds stochastically, see `round_to_fp8`, so that the mean over bits is x.
+        None rounds to nearest, ties to even.
 
     Returns:
       Blocks.
@@ -110,7 +108,8 @@ def quantize_blocks(
     Raises:
       ValueError: a format does not exist, or the block is not positive, or `square` and x is no matrix.
 
-    >>> q = quantize_blocks(jnp.array([[3.0, 400.0, 0.3, 0.0]]), dtype="float4_e2m1fn", block=2, scale="float8_e8m0fnu")
+    >>> x, options = jnp.array([[3.0, 400.0, 0.3, 0.0]]), {"dtype": "float4_e2m1fn", "block": 2}
+    >>> q = quantize_blocks(x, **options, scale="float8_e8m0fnu")
     >>> q.values.tolist(), q.scales.tolist()
     ([[0.0, 6.0, 4.0, 0.0]], [[64.0, 0.0625]])
 
@@ -118,10 +117,16 @@ def quantize_blocks(
       Open Compute Project, "OCP Microscaling Formats (MX) Specification", version 1.0, 2023.
       NVIDIA, "Pretraining large language models with NVFP4", 2025, https://arxiv.org/abs/2509.25149
     """
-    if dtype not in _LARGEST_EXPONENT or scale not in SCALES or block < 1 or (square and x.ndim != 2):
+    if (
+        dtype not in _LARGEST_EXPONENT
+        or scale not in SCALES
+        or block < 1
+        or (square and x.ndim != 2)
+    ):
         raise ValueError(
-            f"quantize_blocks needs a dtype of {', '.join(_LARGEST_EXPONENT)}, a scale of {', '.join(SCALES)}, a "
-            f"positive block and for square blocks a matrix, got {dtype!r}, {scale!r}, {block} and {x.shape}"
+            f"quantize_blocks needs a dtype of {', '.join(_LARGEST_EXPONENT)}, a scale of "
+            f"{', '.join(SCALES)}, a positive block and for square blocks a matrix, got "
+            f"{dtype!r}, {scale!r}, {block} and {x.shape}"
         )
     largest, one = ELEMENTS[dtype], jnp.ones((1,) * x.ndim, jnp.float32)
     if not x.size:
@@ -161,7 +166,8 @@ def emulated(x: Blocks, axis: int, block: int, *, square: bool = False, dtype: s
     Returns:
       A QTensor with one scale.
 
-    >>> x = quantize_blocks(jnp.array([[3.0, 400.0]]), dtype="float8_e4m3fn", block=1, scale="float8_e8m0fnu")
+    >>> options = {"dtype": "float8_e4m3fn", "block": 1, "scale": "float8_e8m0fnu"}
+    >>> x = quantize_blocks(jnp.array([[3.0, 400.0]]), **options)
     >>> emulated(x, -1, 1, dtype="bfloat16").values.tolist()
     [[3.0, 384.0]]
     """

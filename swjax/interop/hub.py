@@ -207,7 +207,9 @@ def _downloaded(model: Model, address: str) -> Path:
             f"there is no such path, and the hub shows no model {model.repository} of revision "
             f"{model.revision}: check the name; if it is private or needs a consent, run `hf auth login`"
         ) from error
-    except OSError as error:  # no network, no such host, a full disk
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
+        raise ValueError(_absent(model)) from error
+    except OSError as error:  # of the network or the disk
         reason = " ".join(str(error).split())
         raise ValueError(f"{_absent(model)} ({type(error).__name__}: {reason:.120})") from error
     raise ValueError(

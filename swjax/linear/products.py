@@ -125,7 +125,7 @@ def _multiply_input_gradients(product: Product | None, gs, out_dtype: str, *, ws
 
 
 def weight_gradients(
-    x: Operand, gs: tuple[Operand, ...], scales: RowScales, layers: Layers
+    x: Operand, gs: tuple[Operand, ...], layers: Layers, scales: RowScales | None = None
 ) -> tuple[jax.Array | None, ...]:
     """dw = xT g of each layer in its `w_dtype`; None for a quantized weight.
 
@@ -137,7 +137,8 @@ def weight_gradients(
     for sharding, dtype in kinds:
         alike = [i for i in dws if (layers[i].sharding, layers[i].w_dtype) == (sharding, dtype)]
         layer = layers[alike[0]]
-        present = _present(RowScales(scales.x, tuple(scales.gs[i] for i in alike)), layer)
+        of_these = scales and RowScales(scales.x, tuple(scales.gs[i] for i in alike))
+        present = of_these and _present(of_these, layer)
         multiply = partial(
             _multiply_weight_gradients, gs=[gs[i] for i in alike], present=present, layer=layer
         )

@@ -199,7 +199,7 @@ def backward(
         )
         x = Operand(recomputed) if recompute else x
     scales = RowScales(x_scale, tuple(g.quantized.scale if g.quantized else None for g in gs))
-    dws = weight_gradients(x, tuple(Operand(g.array) for g in gs), scales, layers)
+    dws = weight_gradients(x, tuple(Operand(g.array) for g in gs), layers, scales)
     return LayerArrays(dx, dws, dbiases, dprologue)
 
 

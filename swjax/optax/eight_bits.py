@@ -60,8 +60,9 @@ def eight_bit_moments(
 
     Wrap it around `per_tensor_guard`, not inside: the guard restores moments tensor by tensor.
 
-    Only memory is saved. XLA reads the moments twice to find the ranges, so that an update moves as many
-    bytes as before. The loss of training with it was not studied in this project.
+    It saves memory between updates, not time: XLA writes decoded moments as temporary arrays, and an update
+    of StableAdamW takes about twice as long (benchmarks/notes/speed.md). The loss of large models was not
+    studied in this project.
 
     Codes have the shape of their moment, so rules for the sharding of parameters fit them. The ranges have
     the number of blocks as their last axis: shard the last axis in multiples of `block`, or not.

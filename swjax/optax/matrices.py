@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from swjax.optax.tensors import path_name
 from swjax.kept import kept_kind
+from swjax.optax.tensors import path_name
 
 # Names that Flax's metadata gives the axes of stacks.
 _STACKS = {"layers", "layer", "blocks", "block", "stack", "scan", "experts", "expert", "exp"}
