@@ -48,8 +48,7 @@ OPERATIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "ragged": {
         "ragged_matmul": ("mosaic_gpu", "triton"),
         "ragged_weight_gradient": ("mosaic_gpu", "triton"),
-        # Mosaic's has not run on a GPU since a race was mended: benchmarks/notes/speed.md.
-        "ragged_block_weight_gradient": ("triton",),
+        "ragged_block_weight_gradient": ("mosaic_gpu", "triton"),
     },
     "symmetric": {"symmetric_product": ("triton",)},
     "norms": {
