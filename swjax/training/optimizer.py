@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 from ml_collections import ConfigDict
 
+from swjax.kernels import targets
 from swjax.models import clip
 from swjax.optax import (
     StableAdamWState,
@@ -141,7 +142,7 @@ def dtype_of_muon(dtype: str) -> str:
     """
     if dtype == "float32":
         return dtype
-    return "bfloat16" if jax.default_backend() == "tpu" else "float16"
+    return "bfloat16" if targets.platform() == "tpu" else "float16"
 
 
 def is_matrix_of_blocks(params: Any) -> Any:
