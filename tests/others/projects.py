@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 
 from swjax import KEPT_IN_LLMS
 
@@ -15,6 +16,12 @@ ENVIRONMENTS = {
     "linen": [
         *("jax==0.12.0.1", "flax==0.12.12", "transformers==4.57.1", "diffusers==0.35.2", "Pillow"),
         *("optax", "dm-haiku==0.0.17", "penzai==0.2.5", "opt_einsum"),
+    ],
+    # Its extras want CUDA or TPUs; this is what a model needs.
+    "maxtext": [
+        *("jax==0.12.0.1", "flax==0.12.12", "maxtext==0.2.5", "pathwaysutils", "tokamax", "drjax"),
+        *("transformers", "grain", "Pillow", "tiktoken", "sentencepiece", "sympy", "aqtp", "qwix"),
+        *("omegaconf", "ml_collections", "optax", "orbax-checkpoint", "opt_einsum", "jinja2"),
     ],
     "gemma": ["jax==0.12.0.1", "flax==0.12.12", "gemma==4.0.1", "opt_einsum"],
 }
@@ -30,12 +37,14 @@ class Case(NamedTuple):
       params: the parameters, with the structure of the project.
       inputs: arrays; the first are tokens [b, t] of a language model, or floats.
       rules: of `swjax.quantized`.
+      mesh: 4 x 2 devices, if the model must know them.
     """
 
     apply: Callable[..., jax.Array]
     params: Any
     inputs: tuple[jax.Array, ...]
     rules: str | Mapping[str, str] = "llm"
+    mesh: jax.sharding.Mesh | None = None
 
 
 class Project(NamedTuple):
@@ -184,6 +193,40 @@ def gemma_library() -> Case:
     return Case(apply, params, (TOKENS,), GEMMA_RULES)
 
 
+# --- MaxText ------------------------------------------------------------------------------------------
+
+
+def maxtext_llama() -> Case:
+    """Layers in a scan with remat, and sharding constraints on MaxText's mesh of 4 x 2 devices."""
+    import maxtext.configs
+    from flax.core import meta
+    from maxtext.configs import pyconfig
+    from maxtext.models import models
+
+    sizes = dict(base_emb_dim=32, base_mlp_dim=64, base_num_query_heads=4, base_num_kv_heads=2)
+    sizes |= dict(head_dim=8, base_num_decoder_layers=2, vocab_size=64, max_target_length=16)
+    config = pyconfig.initialize(
+        ["", f"{maxtext.configs.__path__[0]}/base.yml"],
+        **dict(run_name="", base_output_directory="", hardware="cpu", log_config=False),
+        **dict(decoder_block="llama2", attention="dot_product", enable_checkpointing=False),
+        **dict(dtype="float32", weight_dtype="float32", skip_jax_distributed_system=True),
+        **dict(override_model_config=True, per_device_batch_size=0.5, **sizes),
+    )
+    counts = [{"fsdp": 4, "tensor": 2}.get(axis, 1) for axis in config.mesh_axes]
+    mesh = jax.make_mesh(counts, tuple(config.mesh_axes), axis_types=(AxisType.Auto,) * len(counts))
+    model = models.transformer_as_linen(config, mesh, None)
+    positions = jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
+    inputs = dict(decoder_segment_ids=jnp.ones_like(TOKENS), enable_dropout=False)
+    keys = {name: jax.random.key(0) for name in ("params", "dropout")}
+    with jax.set_mesh(mesh):
+        params = meta.unbox(model.init(keys, TOKENS, positions, **inputs)["params"])
+
+    def apply(params, tokens):
+        return model.apply({"params": params}, tokens, positions, **inputs)
+
+    return Case(apply, jax.tree.map(jnp.asarray, jax.device_get(params)), (TOKENS,), mesh=mesh)
+
+
 # --- Haiku and Penzai ---------------------------------------------------------------------------------
 
 
@@ -234,6 +277,7 @@ PROJECTS = {
     "transformers, Llama": Project(huggingface_llama, "linen", "transformers"),
     "transformers, Mistral": Project(huggingface_mistral, "linen", "transformers"),
     "transformers, Gemma": Project(huggingface_gemma, "linen", "transformers"),
+    "MaxText, Llama 2": Project(maxtext_llama, "maxtext", "maxtext"),
     "gemma, Gemma 3": Project(gemma_library, "gemma", "gemma"),
     "Haiku, attention and MLP": Project(haiku_transformer, "linen", "dm-haiku"),
     "Penzai, Llama": Project(penzai_llama, "linen", "penzai"),
