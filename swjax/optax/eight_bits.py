@@ -179,9 +179,9 @@ def encode(x: jax.Array, block: int, seed: jax.typing.ArrayLike) -> EightBits:
     step = jnp.where(jnp.isneginf(largest), 1.0, step)
     steps = (_unblocked(log2, x.shape) - _each(largest, block, x)) / _each(step, block, x)
     below = jnp.clip(jnp.floor(steps), 1 - _LEVELS, 0)
-    above = jnp.exp2(_each(step, block, x)) - 1
     # The chance of the larger neighbour, with which the expectation is x.
-    chance = (jnp.exp2((steps - below) * _each(step, block, x)) - 1) / above
+    log_step = _each(step, block, x) * math.log(2)
+    chance = jnp.expm1((steps - below) * log_step) / jnp.expm1(log_step)
     code = below + _LEVELS + (_uniform(x.shape, seed) < chance).astype(jnp.float32)
     code = jnp.where(x == 0, 0, jnp.minimum(code, _LEVELS)) * jnp.sign(x)
     # NaN has no code.
