@@ -120,7 +120,7 @@ KEYS: dict[str, tuple] = {
     "optimizer.weight_decay": (0.2, "[0, 1e6]", "of matrices except position embeddings"),
     "optimizer.clip_threshold": (1.0, "[0, inf)", "stable_adamw: largest RMS of g / sqrt(v); 0: off"),
     "optimizer.grad_clip_norm": (0.0, "[0, inf)", "clips the gradient's global norm; 0: off"),
-    "optimizer.eight_bit_moments": (False, None, "store moments in 8 bits; not with loss_scaling"),
+    "optimizer.eight_bit_moments": (False, None, "store moments in 8 bits"),
     "optimizer.loss_scaling": ("", ("", "per_tensor", "dynamic"),
         "float16 needs a scaled loss: per_tensor (fixed scale; only tensors with a non-finite gradient "
         "skip the step), dynamic (all tensors skip it, and the scale is halved), '': off"),

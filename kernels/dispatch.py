@@ -48,8 +48,7 @@ OPERATIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "ragged": {
         "ragged_matmul": ("mosaic_gpu", "triton"),
         "ragged_weight_gradient": ("mosaic_gpu", "triton"),
-        # Mosaic's has not run on a GPU since a race was mended: benchmarks/notes/speed.md.
-        "ragged_block_weight_gradient": ("triton",),
+        "ragged_block_weight_gradient": ("mosaic_gpu", "triton"),
     },
     "symmetric": {"symmetric_product": ("triton",)},
     "norms": {
@@ -312,15 +311,16 @@ def _missing_triton() -> str | None:
     return None
 
 
-def warn_if_gathering() -> bool:
-    """Returns whether XLA would all-gather a kernel's operands, because it cannot partition kernels.
-
-    Warns once if it would.
-    """
-    if targets.device_count() == 1:
-        return False
+def would_gather() -> bool:
+    """Whether XLA would all-gather a kernel's operands, because it cannot partition kernels."""
     mesh = jax.sharding.get_abstract_mesh()
-    if not mesh.empty and set(mesh.manual_axes) == set(mesh.axis_names):
+    is_local = not mesh.empty and set(mesh.manual_axes) == set(mesh.axis_names)
+    return targets.device_count() > 1 and not is_local
+
+
+def warn_if_gathering() -> bool:
+    """`would_gather`, and warns once if so."""
+    if not would_gather():
         return False
     _warn_once(
         f"swjax: with {targets.device_count()} devices, quantized layers run through XLA, slowly; "

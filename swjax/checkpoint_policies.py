@@ -1,10 +1,8 @@
 """Policies for `jax.checkpoint` that select by name the arrays that swjax's layers save.
 
-`jax.checkpoint_policies.dots_saveable` does not recognize products inside opaque kernels and recomputes all
-of them; these policies select by name. Each policy saves the quantized weights, so that recomputing a layer
-does not quantize its weight again. They take one byte per parameter, and two on GPUs.
-
-JAX's own policies work as well; docs/transformations.md lists them. `store_in_8_bits` stores in 8 bits what a
+JAX's own policies work as well, and save the outputs of layers: see docs/transformations.md. Those below know
+the other arrays of a layer too. Each saves the quantized weights, so that recomputing a layer does not
+quantize its weight again: one byte per parameter, and two on GPUs. `store_in_8_bits` stores in 8 bits what a
 policy saves.
 """
 
@@ -19,21 +17,20 @@ from jax import lax
 from swjax.kernels import reference
 from swjax.kernels.reference import QTensor
 
-_WEIGHTS = ("swjax_w_q", "swjax_w_scale")
-_INPUTS = ("swjax_x_q", "swjax_x_scale")
+# Of the scales of tokens, int8 weight gradients need to know which tokens are padding.
+_ALWAYS = ("swjax_w_q", "swjax_w_scale", "swjax_x_scale")
 
 # Recompute everything else.
-save_weights = jax.checkpoint_policies.save_only_these_names(*_WEIGHTS)
+save_weights = jax.checkpoint_policies.save_only_these_names(*_ALWAYS)
 
 # Save the int8 or fp8 activations of recipes with `save_quantized`, recompute the rest.
-save_quantized = jax.checkpoint_policies.save_only_these_names(*_WEIGHTS, *_INPUTS)
+save_quantized = jax.checkpoint_policies.save_only_these_names(*_ALWAYS, "swjax_x_q")
 
-# Save every linear layer's output, so that no forward product runs twice; and the scale of each token's
-# input, which int8 weight gradients read.
-save_outputs = jax.checkpoint_policies.save_only_these_names(*_WEIGHTS, "swjax_x_scale", "swjax_y")
+# Save every linear layer's output, so that no forward product runs twice.
+save_outputs = jax.checkpoint_policies.save_only_these_names(*_ALWAYS, "swjax_y")
 
 # Save the quantized activations and the outputs.
-save_linear = jax.checkpoint_policies.save_only_these_names(*_WEIGHTS, *_INPUTS, "swjax_y")
+save_linear = jax.checkpoint_policies.save_only_these_names(*_ALWAYS, "swjax_x_q", "swjax_y")
 
 _SMALLEST_GROUP = (
     16  # of features; a scale for each would take a quarter of the bytes of its int8 values

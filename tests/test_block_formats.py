@@ -8,7 +8,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import swjax
 from swjax.kernels.block_formats.reference import emulated, quantize_blocks
+from swjax.recipes import RECIPES, Product, Quantizer, Recipe
 
 pytestmark = pytest.mark.usefixtures("compiles_as_users_do")
 
@@ -199,3 +201,38 @@ def test_stochastic_rounding_has_no_bias(name):
     error = np.abs(np.asarray(mean) - np.asarray(x[0]))
     assert np.all(error <= 5 * np.asarray(deviation) / np.sqrt(draws) + 1e-6 * scale)
     assert all(len(np.unique(column)) <= 2 for column in np.asarray(values).T)  # the two neighbours
+
+
+E4M3_ROW, SQUARE = Quantizer("float8_e4m3fn", "row"), Quantizer("float8_e4m3fn", "square", 128)
+MX, NV = RECIPES["mxfp8"], RECIPES["nvfp4"]
+X, W = jnp.ones((4, 8)), jnp.ones((8, 4))
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: Quantizer("int8", "segment", 32), "dtype must be one of .*e2m1fn'.*, got 'int8'"),
+        (lambda: Quantizer("float4_e2m1fn", "row"), "dtype must be one of .*, got 'float4_e2m1fn'"),
+        (lambda: Quantizer("float8_e5m2", "segment"), "needs a positive block, .* got block=0"),
+        (
+            lambda: Quantizer("float8_e5m2", "row", scale="float8_e8m0fnu"),
+            "scale must be float32, .* got 'float8_e8m0fnu' for 'row'",
+        ),
+        (lambda: Product(E4M3_ROW, SQUARE), "segments with segments .* got row and square"),
+        (lambda: Recipe(MX.fwd, MX.dgrad, save_quantized=True), "saves no block formats"),
+        (lambda: Recipe(wgrad=NV.fwd), "use 'segment' rather than 'square'"),
+        (lambda: swjax.quantize_weight(W, recipe="mxfp8"), "has no quantized w: pass w itself"),
+        (
+            lambda: swjax.switchback(X, W, recipe="nvfp4", implementation="triton"),
+            "'triton' has none of the products of this layer",
+        ),
+        (
+            lambda: swjax.ragged_switchback(X, W[None], jnp.array([4]), recipe="mxfp8"),
+            "ragged_switchback needs a recipe that quantizes rows of x",
+        ),
+    ],
+)
+def test_errors_name_the_invariant_the_value_and_the_remedy(call, message):
+    with pytest.raises(ValueError, match=message) as error:
+        call()
+    assert "\n" not in str(error.value)

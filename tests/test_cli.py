@@ -130,10 +130,6 @@ BAD_CONFIGS = {
     "two warm-ups": (["schedule.warmup_epochs=1"], "warmup_epochs=1.0"),
     "warm-up past the end": (["schedule.warmup_steps=100000"], "warmup_steps"),
     "two clippings": (["optimizer.grad_clip_norm=1"], "set one of them to 0"),
-    "8 bits and loss scaling": (
-        ["optimizer.eight_bit_moments=True", "optimizer.loss_scaling=dynamic"],
-        "restores moments tensor by tensor",
-    ),
     "frozen nothing": (["optimizer.freeze=visoin/.*"], "visoin"),
     "broken pattern": (["optimizer.freeze=("], "regular expression"),
     "beta of 1": (["optimizer.b2=1"], "optimizer.b2"),

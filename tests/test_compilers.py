@@ -15,10 +15,12 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from micro_run import MICRO, ROOT, batch_of, step_of
 
 import swjax
 from swjax.kernels import chips, dispatch, saved_programs, targets
 from swjax.recipes import RECIPES
+from swjax.training.config import load
 
 pytestmark = [
     pytest.mark.release,
@@ -99,6 +101,25 @@ def test_layers_compile_for_tpus(name, recipe):
         assert sum(count for pair, count in found.items() if pair == ("s8", "s8")) >= 2, found
     if any(each.startswith("f8") for each in wanted) and chip.fp8:
         assert any(each.startswith("f8") for pair in found for each in pair), found
+
+
+def test_a_clip_step_compiles_for_a_tpu():
+    """The trainer's step with the recipe that `auto` chooses: two int8 products for each of 12 layers."""
+    changes = MICRO | {"train.compilation_cache": "", "model.dtype": "bfloat16"}
+    changes["model.recipe"] = "auto"
+    config = load(str(ROOT / "configs" / "openmoji.py"), [(k, str(v)) for k, v in changes.items()])
+    device = topology("tpu", "v5e:2x2").devices[0]
+    placed = jax.sharding.SingleDeviceSharding(device)
+    put = lambda tree: jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), tree
+    )
+    with targets.compiling_for(device):
+        init, step = step_of(config)
+        batch = jax.tree.map(jnp.asarray, batch_of(config))
+        traced = jax.jit(step).trace(put(jax.eval_shape(init)), put(batch))
+        with jax.numpy_dtype_promotion("standard"):  # JAX's attention needs it in the lowering
+            text = traced.lower(lowering_platforms=("tpu",)).compile().as_text()
+    assert products(text)["s8", "s8"] == 2 * 12
 
 
 def test_weights_are_gathered_in_int8_on_tpus():

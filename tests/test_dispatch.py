@@ -16,6 +16,7 @@ import swjax.testing
 from swjax.kernels import dispatch, reference, saved_programs, targets, tiles
 from swjax.kernels.products.tiles import triton_tile
 from swjax.kernels.reference import QTensor
+from swjax.optax.newton_schulz import coefficients_of, orthogonalize
 from swjax.recipes import RECIPES
 
 
@@ -250,6 +251,26 @@ def test_what_ran_is_recorded_also_of_functions_that_jax_has_traced():
         assert {name for name, _ in inner} == {"quantize", "matmul", "weight_gradient"}
         assert {implementation for _, implementation in inner} == {"xla"} and not calls
     assert swjax.testing.implementations(step, w) == Counter(inner)
+
+
+@pytest.mark.parametrize(
+    "dtype, shape, calls",
+    [
+        ("float16", (2, 512, 1024), {"triton": 13}),  # 2 + 3 steps on a Gram matrix
+        ("bfloat16", (2, 512, 1024), {"triton": 12}),  # 2 + 2 + 1
+        ("float16", (2, 512, 512), {"triton": 10}),
+        ("float16", (2, 128, 512), {"xla": 13}),
+        ("float32", (2, 512, 1024), {"xla": 12}),
+    ],
+)
+def test_kernels_of_muon(gpu, dtype, shape, calls, monkeypatch):
+    """A Gram matrix and a polynomial for each segment and step, and products of polynomials."""
+    gpu()
+    specified = lambda name, operation, **options: partial(getattr(reference, operation), **options)
+    monkeypatch.setattr(dispatch, "_jitted", specified)  # kernels need jax-triton
+    run = partial(orthogonalize, dtype=dtype, coefficients=coefficients_of("quintic", 5))
+    found = swjax.testing.implementations(run, array(shape, "float32"))
+    assert found == {("symmetric_product", name): number for name, number in calls.items()}
 
 
 def test_missing_jax_triton_is_said_once_with_the_command(gpu):

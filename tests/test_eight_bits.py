@@ -10,7 +10,7 @@ import pytest
 import thinning
 from jax.sharding import NamedSharding, PartitionSpec
 
-from swjax.optax import eight_bit_moments, muon, rms_by_path, stable_adamw
+from swjax.optax import eight_bit_moments, muon, per_tensor_guard, rms_by_path, stable_adamw
 from swjax.optax.eight_bits import EightBits, decode, encode
 
 run = jax.jit(lambda x, seed: decode(encode(x, 128, seed), 128))
@@ -116,6 +116,12 @@ def test_every_sharding_has_the_same_bits():
         got = update(placed, state, placed)[1]
         assert got.inner.nu["w"].codes.sharding.spec == spec
         jax.tree.map(np.testing.assert_array_equal, got.inner.nu, want.inner.nu)
+
+
+def test_a_guard_inside_is_one_line():
+    inside = per_tensor_guard(eight_bit_moments(stable_adamw(1e-3)), 8.0)
+    with pytest.raises(ValueError, match="wrap eight_bit_moments around it"):
+        inside.init({"w": jnp.ones((64, 128))})
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Zero-shot classification from image files and class names, compared with open_clip."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -65,15 +66,23 @@ def test_pixels_are_open_clips(side, size, mode):
 
 
 def test_zero_shot_is_open_clips(tmp_path):
-    """From the same weights, images and class names, both compute the same probabilities."""
+    """From the same weights, images and class names, both compute the same probabilities.
+
+    The pictures are squashed by another filter, and normalized by another mean and deviation, than CLIP's.
+    """
     cfg = small_config(gelu="quick", text={"vocab_size": 49408, "context_length": 20})
     interop.save(tmp_path, nnx.merge(*random_model(cfg)))
+    file = tmp_path / "open_clip_config.json"
+    config = json.loads(file.read_text())
+    config["preprocess_cfg"] |= {"resize_mode": "squash", "interpolation": "bilinear"}
+    config["preprocess_cfg"] |= {"mean": [0.5, 0.4, 0.3], "std": [0.5, 0.25, 0.4]}
+    file.write_text(json.dumps(config))
     names, templates = imagenet.class_names()[200:240:8], imagenet.templates()[:6]
     images = [photograph(*size) for size in SIZES[:4]]
 
-    theirs = open_clip.create_model(f"local-dir:{tmp_path}").eval()
+    theirs, _, transform = open_clip.create_model_and_transforms(f"local-dir:{tmp_path}")
+    theirs.eval()
     tokenizer = open_clip.SimpleTokenizer(context_length=20)
-    transform = open_clip.image_transform(32, is_train=False)
     with torch.no_grad():
         weights = open_clip.build_zero_shot_classifier(
             theirs, tokenizer, names, [t.format for t in templates]

@@ -313,6 +313,8 @@ def test_other_means_and_deviations_are_folded_into_the_patch_embedding(tmp_path
         ({"size": {"longest_edge": 32}}, "size must be the shortest edge"),
         ({"size": 48}, "size must be .* all 32, got size=48"),
         ({"do_normalize": False}, "do_normalize must be True"),
+        ({"rescale_factor": 1 / 127.5}, "rescale_factor must be 1 / 255, got 0.0078"),
+        ({"rescale_factor": 0.00392156862745098}, Fitting()),
         ({"image_mean": 0}, Fitting()),
         ({"resample": 2, "size": None}, Fitting(interpolation="bilinear")),
         ({"size": {"height": 32, "width": 32}}, Fitting("squash")),

@@ -12,7 +12,7 @@ from clip_oracle import compiled, inputs, random_model, shapes, small_config
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from swjax import data, interop
+from swjax import data, inference, interop
 from swjax.interop import hub
 from swjax.interop.layouts import LAYOUTS, tensors
 from swjax.models import clip
@@ -312,3 +312,20 @@ def test_names_of_open_clip_are_its_own():
             theirs = get_pretrained_cfg(architecture, tag)
             assert theirs["hf_hub"].strip("/") == repository, (architecture, tag)
             assert theirs["resize_mode"] == "shortest"  # as the files in these repositories say
+
+
+@pytest.mark.parametrize("kind", ["clip", "siglip"])
+def test_image_processors_that_we_write_prepare_as_we_do(tmp_path, kind):
+    """A CLIP crops and a SigLIP squashes; transformers reads both from the file next to the weights."""
+    cfg = siglip() if kind == "siglip" else clip.config(small_config(), **PLAIN)
+    interop.save(
+        tmp_path, nnx.merge(*random_model(cfg)), "siglip" if kind == "siglip" else "huggingface"
+    )
+    processor = transformers.AutoImageProcessor.from_pretrained(tmp_path, backend="pil")
+    picture = np.zeros((60, 90, 3), np.uint8)
+    picture[:, :30], picture[20:40] = (250, 60, 10), (20, 220, 90)
+    theirs = processor(picture, return_tensors="np")["pixel_values"][0].transpose(1, 2, 0)
+    loaded = interop.load(tmp_path).cfg
+    ours = inference.pixels(picture, 32, data.Fitting.of(loaded.vision)) / 255
+    mean, std = processor.image_mean, processor.image_std
+    np.testing.assert_allclose(theirs, (ours - mean) / std, rtol=0, atol=0.02)

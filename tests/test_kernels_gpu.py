@@ -80,24 +80,6 @@ def test_every_run_writes_every_element_the_same(operation, implementation):
     check_runs(operation, implementation, *calls()[operation])
 
 
-def test_a_kernel_that_dispatch_does_not_choose_yet():
-    """Once this passes on a GPU, add "mosaic_gpu" to ragged_block_weight_gradient in dispatch.OPERATIONS, and
-    remove this test and the condition on GPUs in `swjax.linear.experts.rotates_rows`."""
-    operation = "ragged_block_weight_gradient"
-    arrays, options = calls()[operation]
-    arrays = jax.device_put(arrays)
-    if reason := dispatch.why_not("mosaic_gpu", operation, *arrays, **options):
-        pytest.skip(str(reason))
-    kernel = jax.jit(partial(dispatch.kernel("mosaic_gpu", operation), **options))
-    first = jax.device_get(kernel(*arrays))
-    want = jax.device_get(dispatch.run(operation, *arrays, implementation="xla", **options))
-    for got, of_xla in zip(first, want, strict=True):
-        assert snr_db(got, np.asarray(of_xla, np.float64)) > 70
-    for _ in range(20):
-        poison(first)
-        jax.tree.map(np.testing.assert_array_equal, jax.device_get(kernel(*arrays)), first)
-
-
 @pytest.mark.parametrize("operation, implementation", implementations.of("attention_backward"))
 def test_every_run_over_a_short_sequence_writes_the_same(operation, implementation):
     """Its backward pass is another kernel."""

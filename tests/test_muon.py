@@ -64,9 +64,9 @@ def test_no_matrix_at_all_is_one_line():
 @pytest.mark.parametrize(
     "name, dtype, margin, shape",
     [
-        ("quintic", "float32", 0.003, (96, 256)),
+        pytest.param("quintic", "float32", 0.003, (96, 256), marks=pytest.mark.release),
         ("quintic", "float16", 0.02, (96, 256)),
-        ("quintic", "bfloat16", 0.04, (96, 256)),
+        pytest.param("quintic", "bfloat16", 0.04, (96, 256), marks=pytest.mark.release),
         ("quintic", "bfloat16", 0.04, (96, 96)),
         ("polar_express", "float16", 0.025, (256, 96)),
         ("polar_express", "bfloat16", 0.06, (96, 256)),
@@ -442,3 +442,17 @@ def test_matrices_are_guessed_from_names_and_metadata(capsys):
     np.testing.assert_allclose(updates["layers"]["norm"]["scale"], want["norm"]["scale"])
     optimizer.update(grads, optimizer.init(params), params)
     assert capsys.readouterr().out == ""
+
+
+def test_an_explicit_axis_of_one_device_changes_nothing():
+    """Code for a cluster failed on one GPU."""
+    grads = {"w": jax.random.normal(jax.random.key(0), (2, 8, 12))}
+    optimizer = muon(0.1, {"w": True}, block_axes={"w": 0})
+    want, _ = optimizer.update(grads, optimizer.init(grads), grads)
+    kinds = (jax.sharding.AxisType.Explicit,) * 2
+    mesh = jax.make_mesh((1, 1), ("fsdp", "tensor"), kinds, devices=jax.devices()[:1])
+    with jax.set_mesh(mesh):
+        spread = jax.device_put(grads["w"], jax.sharding.PartitionSpec(None, "fsdp", "tensor"))
+        update = jax.jit(lambda g: optimizer.update(g, optimizer.init(g), g)[0])
+        got = update({"w": spread})["w"]
+    np.testing.assert_allclose(got, want["w"], rtol=1e-5, atol=1e-7)

@@ -296,7 +296,7 @@ def test_language_models_are_compared_with_the_mean_of_bf16_and_its_control(stud
 
 
 def test_planted_outliers_leave_the_function_as_it_is(study):
-    """Six channels after each norm grow, the model's logits do not change."""
+    """Six channels after each norm, or within each SwiGLU, grow; the model's logits do not change."""
     import jax
     from flax import nnx
 
@@ -307,11 +307,15 @@ def test_planted_outliers_leave_the_function_as_it_is(study):
     model = nnx.jit(lambda: Llama(config, rngs=nnx.Rngs(0)))()
     logits = nnx.jit(lambda model: model(jnp.arange(8)[None]))
     before = logits(model)
-    plant = jax.jit(language.planted, static_argnames="gain")
-    nnx.update(model, plant(nnx.to_pure_dict(nnx.state(model)), gain=30.0))
+    plant = jax.jit(language.planted, static_argnames=("gain", "place"))
+    up = np.asarray(model.blocks[0].mlp.up.kernel[...])
+    for place in ("norm", "hidden"):
+        nnx.update(model, plant(nnx.to_pure_dict(nnx.state(model)), gain=30.0, place=place))
+        np.testing.assert_allclose(logits(model), before, atol=1e-5)
     scale = model.blocks[0].mlp_norm.scale[...]
     assert sorted(set(scale.tolist())) == [1, 30] and scale.tolist().count(30) == 6
-    np.testing.assert_allclose(logits(model), before, atol=1e-5)
+    columns = np.max(model.blocks[0].mlp.up.kernel[...] / up, 0).round().tolist()
+    assert columns.count(30) == 6 and columns.count(1) == len(columns) - 6
 
 
 def test_a_corpus_has_no_copies_and_holds_out_packages(study, tmp_path):

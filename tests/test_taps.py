@@ -12,6 +12,7 @@ import thinning
 from flax import linen, nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from numeric import snr_db
 
 import swjax
 import swjax.nnx
@@ -96,6 +97,27 @@ def test_weight_gradients_are_measured_as_they_are_quantized(recipe):
             np.testing.assert_allclose(found[metric], value, rtol=5e-3, err_msg=metric)
     nothing = recipe == Recipe(wgrad=ROTATED)  # no product of the forward pass
     assert np.isnan(found["quantization/sqnr_db/layers/0/x"]) == nothing
+
+
+def test_operands_in_block_formats_are_measured():
+    """Also tokens [2, 20, ...] whose number no block divides."""
+    x = jnp.asarray(RNG.normal(size=(2, 20, 64)), jnp.float32)
+    as_mx = lambda a: oracle.in_blocks(a, oracle.mx, 32)
+    for recipe, round_, round_w in (
+        ("mxfp8", as_mx, as_mx),
+        ("nvfp4", oracle.nv, lambda a: oracle.nv(a, square=True)),
+    ):
+        found = measured(loss, model := two_layers(recipe), x)
+        rows = np.asarray(x).reshape(-1, 64)
+        operands = {
+            "x": (rows, round_(rows)),
+            "w": (w := np.asarray(model.layers[0].kernel[...]).T, round_w(w)),
+        }
+        if recipe == "mxfp8":
+            operands["wgrad_x"] = (rows.T, as_mx(rows.T))
+        for operand, (exact, rounded) in operands.items():
+            got = found[f"quantization/sqnr_db/layers/0/{operand}"]
+            np.testing.assert_allclose(got, snr_db(rounded, exact), rtol=1e-3, err_msg=operand)
 
 
 @pytest.mark.release

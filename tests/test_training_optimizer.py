@@ -13,7 +13,7 @@ from swjax.models import sharding
 from swjax.training import optimizer as optimizer_lib
 from swjax.training.config import ConfigError
 from swjax.training.optimizer import combine, split_frozen
-from swjax.training.step import measure_scaling
+from swjax.training.step import measure_scaling, rms
 
 
 def test_a_dynamic_scale_is_the_other_way(micro):
@@ -113,15 +113,26 @@ def test_the_dtype_of_muons_products(micro, dtype):
     assert set(re.findall(r"\bb?f16\b", program)) == (set() if dtype == "float32" else {"f16"})
 
 
-@pytest.mark.parametrize("name", ["adamw", "stable_adamw", "muon"])
-def test_moments_in_8_bits_are_sharded_like_parameters(micro, name):
-    config = micro(optimizer__name=name, optimizer__eight_bit_moments=True)
+@pytest.mark.parametrize(
+    "name, scaling", [("adamw", ""), ("stable_adamw", "per_tensor"), ("muon", "dynamic")]
+)
+def test_moments_in_8_bits_are_sharded_like_parameters(micro, name, scaling):
+    config = micro(
+        optimizer__name=name, optimizer__eight_bit_moments=True, optimizer__loss_scaling=scaling
+    )
     optimizer = optimizer_lib.make_optimizer(config, lambda count: 1e-3)
     params = {"blocks": {"kernel": jnp.ones((2, 64, 128))}}
     with jax.numpy_dtype_promotion("standard"):  # optax.adamw needs it
-        state = {"params": params, "opt_state": optimizer.init(params)}
+        updates, opt_state = optimizer.update(params, optimizer.init(params), params)
+    assert np.all(np.asarray(updates["blocks"]["kernel"]) < 0)
+    if scaling:
+        assert measure_scaling(scaling, opt_state)["train/loss_scale"] == 2**16
+    state = {"params": params, "opt_state": opt_state}
     mesh, rules = jax.make_mesh((2,), ("fsdp",)), [(".*", jax.P(None, "fsdp"))]
     placed = sharding.abstract_state(state, mesh, rules)
+    if name == "adamw":
+        measured = rms(config.optimizer, opt_state, params)
+        np.testing.assert_allclose(measured["stability/rms/blocks/kernel"], 1, rtol=0.1)
     codes = [x.sharding.spec for x in jax.tree.leaves(placed) if x.dtype == jnp.int8]
     assert codes == [jax.P(None, "fsdp", None)] * (1 if name == "muon" else 2)
 

@@ -185,6 +185,9 @@ def hugging_face_preparation(file: Mapping, cfg: CLIPConfig) -> Preparation:
     for key in ("do_resize", "do_rescale", "do_normalize"):
         if file.get(key, True) is not True:
             raise ValueError(f"{key} must be True, got {file[key]!r:.80}: {_PREPARE}")
+    factor = file.get("rescale_factor", 1 / 255)
+    if not math.isclose(factor, 1 / 255, rel_tol=1e-3):
+        raise ValueError(f"rescale_factor must be 1 / 255, got {factor!r:.80}: {_PREPARE}")
     size = file.get("size")
     crops = file.get("do_center_crop", not cfg.siglip)
     kind, sides = "squash" if cfg.siglip else "shortest", [side]

@@ -203,17 +203,24 @@ def weight_gradients(
     dtypes = {layer.w_dtype for layer in layers} - {None}
     if not dtypes:
         return (None,) * len(layers)
-    recipe, gs = layers[0].recipe, tuple(g.astype(x.dtype) for g in gs)
-    shape = len(group_sizes), x.shape[1], gs[0].shape[1]
+    gs = tuple(g.astype(x.dtype) for g in gs)
     options: dict[str, Any] = {"implementation": _implementation(x, layers[0])}
-    if rotates_rows(layers[0], len(x), shape):
-        assert recipe.wgrad is not None, "see `rotates_rows`"
-        lhs, rhs = recipe.wgrad.lhs, recipe.wgrad.rhs
-        options |= {"dtypes": (lhs.dtype, rhs.dtype), "block": lhs.block, "rotation": lhs.rotation}
-        options["out_dtype"] = dtypes.pop() if len(dtypes) == 1 else "float32"
-        dws = dispatch.run("ragged_block_weight_gradient", x, gs, group_sizes, **options)
-        pairs = zip(dws, layers, strict=True)
-        return tuple(dw.astype(layer.w_dtype) if layer.w_dtype else None for dw, layer in pairs)
+    product, shape = layers[0].recipe.wgrad, (len(group_sizes), x.shape[1], gs[0].shape[1])
+    if product is not None and rotations_pay(len(x), shape):
+        lhs, rhs = product.lhs, product.rhs
+        rotated: dict[str, Any] = {
+            "dtypes": (lhs.dtype, rhs.dtype),
+            "block": lhs.block,
+            "rotation": lhs.rotation,
+        }
+        rotated["out_dtype"] = dtypes.pop() if len(dtypes) == 1 else "float32"
+        operation, arrays = "ragged_block_weight_gradient", (x, gs, group_sizes)
+        # Triton's product of rotated rows takes as long as that of 16 bits.
+        slow = layers[0].implementation is None and jax.default_backend() == "gpu"
+        if not slow or dispatch.choose(operation, *arrays, **rotated, **options) == "mosaic_gpu":
+            dws = dispatch.run(operation, *arrays, **rotated, **options)
+            pairs = zip(dws, layers, strict=True)
+            return tuple(dw.astype(layer.w_dtype) if layer.w_dtype else None for dw, layer in pairs)
     options["precision"] = layers[0].precision
     run = partial(dispatch.run, "ragged_weight_gradient", x, **options)
     return tuple(
@@ -222,21 +229,14 @@ def weight_gradients(
     )
 
 
-def rotates_rows(layer: ExpertLayer, m: int, shape: tuple[int, ...]) -> bool:
-    """Whether the weight gradient of experts is quantized, for m rows and weights of a shape [e, k, n].
+def rotations_pay(m: int, shape: tuple[int, ...]) -> bool:
+    """Whether a quantized weight gradient is worth its rotations, for m rows and weights [e, k, n].
 
-    If not, a recipe that quantizes it computes it in the dtype of x. On GPUs it is quantized only if the
-    layer names XLA or Triton: Triton's product of rotated rows takes as long as that of 16 bits.
+    If not, a recipe that quantizes it computes it in the dtype of x.
 
-    >>> from swjax.recipes import RECIPES
-    >>> layer = ExpertLayer(RECIPES["switchback_hadamard"], "bfloat16", "bfloat16", "float32", "xla")
-    >>> [rotates_rows(layer, 32_768, (8, 4096, n)) for n in (14_336, 768)]
+    >>> [rotations_pay(32_768, (8, 4096, n)) for n in (14_336, 768)]
     [True, False]
     """
-    if layer.recipe.wgrad is None:
-        return False
-    if jax.default_backend() == "gpu" and layer.implementation not in ("xla", "triton"):
-        return False
     e, k, n = shape
     return m >= e * LEAST_ROWS and k * n >= LEAST_RATIO * (k + n)
 

@@ -32,9 +32,9 @@ def ragged_switchback(
     `swjax.switchback`: one scale per row of x and of the gradient, one scale per expert's weight (or one per
     expert and channel). The weight gradient is a product in the dtype of x. `switchback_hadamard` computes it
     in int8, from rotated rows, if an average expert has 512 rows and ``k n / (k + n)`` is at least 700; on
-    GPUs only if `implementation` names Triton, where that is not faster. Rows beyond the sum of the groups
-    are zero, in y and in the gradient of x. Inside `jax.jit` no group size is an error: negative sizes count
-    as zero, and groups end at the last row.
+    other GPUs than Hopper only if `implementation` names Triton, where that is not faster. Rows beyond the
+    sum of the groups are zero, in y and in the gradient of x. Inside `jax.jit` no group size is an error:
+    negative sizes count as zero, and groups end at the last row.
 
     Kernels compute the products on NVIDIA GPUs, in Mosaic on Hopper and in Triton from Ampere on, also those
     of the recipe "standard" in 16 bits. Elsewhere, and in float32, XLA computes them; on CPUs it expands a

@@ -136,10 +136,11 @@ def _quantized_weight(w: jax.Array | QTensor, layer: Layer) -> Operand:
 
 def _save(inputs: LayerArrays, x: Operand, ws: tuple[Operand, ...], layers: Layers) -> Saved:
     """Selects the arrays to save; saves high-precision arrays as given, because a cast would be a copy."""
-    save_quantized, wgrad = layers[0].recipe.save_quantized, layers[0].recipe.wgrad
-    x_scale = None
-    if wgrad is not None and wgrad.lhs.scope == "block" and x.quantized is not None:
-        x_scale = checkpoint_name(_as_product(x.quantized.scale), "swjax_x_scale")
+    recipe, x_scale = layers[0].recipe, None
+    save_quantized = recipe.save_quantized
+    if x.quantized is not None and recipe.fwd is not None and recipe.fwd.lhs.scope == "row":
+        if recipe.wgrad is not None and recipe.wgrad.lhs.scope == "block":
+            x_scale = checkpoint_name(_as_product(x.quantized.scale), "swjax_x_scale")
     if inputs.prologue is not None:
         x = Operand(None if save_quantized else x.array)
     else:

@@ -5,7 +5,7 @@
 """
 
 from swjax.optax.convert import from_adamw_state
-from swjax.optax.eight_bits import EightBitMomentsState, eight_bit_moments
+from swjax.optax.eight_bits import EightBitMomentsState, decoded_moments, eight_bit_moments
 from swjax.optax.matrices import guess_matrices, stacked_axes
 from swjax.optax.orthogonal import muon
 from swjax.optax.rms import adamw_rms_by_path, rms_by_path
@@ -28,6 +28,7 @@ __all__ = [
     "StableAdamWState",
     "TensorValues",
     "adamw_rms_by_path",
+    "decoded_moments",
     "dynamic_loss_scale",
     "eight_bit_moments",
     "from_adamw_state",

@@ -124,16 +124,32 @@ def eight_bit_moments(
         return EightBitMomentsState(count, encoded(inner, count))
 
     def update(grads, state, params=None, **extra_args):
-        inner = jax.tree.map(
-            lambda x: decode(x, block) if isinstance(x, EightBits) else x,
-            state.inner,
-            is_leaf=lambda x: isinstance(x, EightBits),
-        )
+        inner = decoded_moments(state.inner, block)
         updates, inner = optimizer.update(grads, inner, params, **extra_args)
         count = optax.safe_increment(state.count)
         return updates, EightBitMomentsState(count, encoded(inner, count))
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def decoded_moments(opt_state: optax.OptState, block: int = BLOCK) -> optax.OptState:
+    """A state with float32 arrays in place of moments in 8 bits, for functions that read moments.
+
+    Args:
+      opt_state: any state that contains that of `eight_bit_moments`, or none in 8 bits.
+      block: the argument of `eight_bit_moments`.
+    """
+    return jax.tree.map(
+        lambda x: decode(x, block) if isinstance(x, EightBits) else x,
+        opt_state,
+        is_leaf=lambda x: isinstance(x, EightBits),
+    )
+
+
+def has_eight_bits(opt_state: optax.OptState) -> bool:
+    """Whether a state has moments in 8 bits."""
+    nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, EightBits))
+    return any(isinstance(node, EightBits) for node in nodes)
 
 
 def _is_in(path: tuple[Any, ...], fields: Sequence[str]) -> bool:

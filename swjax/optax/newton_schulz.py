@@ -192,9 +192,9 @@ def iterate(x: jax.Array, table: jax.Array, implementation: str | None = None) -
     Returns:
       The iterate times `_ITERATE_SCALE`, in the dtype of x.
     """
-    symmetric = functools.partial(
-        dispatch.run, "symmetric_product", implementation=_implementation(implementation)
-    )
+    if implementation is None and dispatch.would_gather():  # XLA partitions these products
+        implementation = "xla"
+    symmetric = functools.partial(dispatch.run, "symmetric_product", implementation=implementation)
     has_fewer_rows = x.shape[-2] <= x.shape[-1]
     contract, times_x = (-1, "bik,bkj->bij") if has_fewer_rows else (-2, "bkj,bik->bij")
     norm = jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), (1, 2))) + 1e-8
@@ -238,15 +238,6 @@ def _segments(x: jax.Array, steps: int) -> Iterator[range]:
         stop = min(start + lengths[0], steps)
         yield range(start, stop)
         start, lengths = stop, lengths[1:] or lengths
-
-
-def _implementation(implementation: str | None) -> str | None:
-    """XLA where it partitions the products, as it cannot partition kernels."""
-    mesh = jax.sharding.get_abstract_mesh()
-    is_local = not mesh.empty and set(mesh.manual_axes) == set(mesh.axis_names)
-    if implementation is None and jax.device_count() > 1 and not is_local:
-        return "xla"
-    return implementation
 
 
 def _without_single_devices(sharding: NamedSharding) -> P:

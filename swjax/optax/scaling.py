@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from swjax.optax.checks import require_number
+from swjax.optax.eight_bits import has_eight_bits
 from swjax.optax.tensors import (
     TensorValues,
     as_arrays,
@@ -108,9 +109,13 @@ def per_tensor_guard(
     def init(params):
         params = as_arrays(params)
         blocks = blocks_by_name(params, resolve_block_axes(block_axes, params))
-        return PerTensorGuardState(
-            _stored(scale), TensorValues.zeros(blocks, jnp.int32), inner.init(params)
-        )
+        state = inner.init(params)
+        if has_eight_bits(state):
+            raise ValueError(
+                "per_tensor_guard restores moments tensor by tensor, which must not be in 8 bits: wrap "
+                "eight_bit_moments around it"
+            )
+        return PerTensorGuardState(_stored(scale), TensorValues.zeros(blocks, jnp.int32), state)
 
     def update(grads, state, params=None, **extra_args):
         grads, params = _arrays("per_tensor_guard", grads, params)

@@ -29,7 +29,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from swjax.models import sharding
-from swjax.recipes import RECIPES
+from swjax.recipes import NAMES
 from swjax.safe_files import write_atomically
 from swjax.tools import layer_errors
 from swjax.training import config as config_lib
@@ -178,7 +178,7 @@ def changed(config: ConfigDict, *, seed: int | None = None) -> ConfigDict:
 def of_arm(config: ConfigDict, arm: str) -> tuple[str, ConfigDict]:
     """The full name of an arm, RECIPE:DTYPE, and a copy of the config with its recipe and dtype."""
     recipe, _, dtype = arm.partition(":")
-    choice("model.recipe", recipe, RECIPES)
+    choice("model.recipe", recipe, NAMES)
     choice("model.dtype", dtype or config.model.dtype, KEYS["model.dtype"].choices)
     config = changed(config)
     config.model.recipe, config.model.dtype = recipe, dtype or config.model.dtype

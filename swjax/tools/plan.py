@@ -30,7 +30,7 @@ from swjax.training.evaluation import open_labelled
 from swjax.training.faults.failures import blame_data
 from swjax.training.inputs import check_pictures, open_splits
 from swjax.training.optimizer import make_optimizer, make_schedule, split_frozen
-from swjax.training.setup import make_init, model_config, require_profile
+from swjax.training.setup import make_init, model_config, model_title, require_profile
 from swjax.training.state.checkpoint import require_checkpoint
 from swjax.training.state.initialization import check_parameters
 from swjax.training.state.mirror import Mirror
@@ -273,7 +273,7 @@ def lines(plan: Plan) -> Iterator[str]:
     yield f"plan for {hardware.devices} x {hardware.kind}" + _limit(hardware)
     yield _line(
         "model",
-        f"{c.model.name}, {plan.parameters:,} parameters, {plan.model.recipe}, {c.model.dtype}, "
+        f"{model_title(c)}, {plan.parameters:,} parameters, {plan.model.recipe}, {c.model.dtype}, "
         f"remat={c.model.remat}",
     )
     captions = ", ".join(repr(caption[:60]) for caption in plan.shown)

@@ -300,11 +300,6 @@ def _check_optimizer(config: ConfigDict) -> None:
             f"config.optimizer clips twice, grad_clip_norm={optimizer.grad_clip_norm} and "
             f"clip_threshold={optimizer.clip_threshold}: set one of them to 0"
         )
-    if optimizer.eight_bit_moments and optimizer.loss_scaling:
-        raise ConfigError(
-            f"config.optimizer.eight_bit_moments excludes loss_scaling={optimizer.loss_scaling!r}, which "
-            "restores moments tensor by tensor: set one of them to its default"
-        )
     if optimizer.name == "stable_adamw" and not optimizer.b2_power:
         from swjax.optax import stable  # JAX is slow to load
 

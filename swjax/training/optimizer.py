@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 from ml_collections import ConfigDict
 
+from swjax.kernels import targets
 from swjax.models import clip
 from swjax.optax import (
     StableAdamWState,
@@ -122,10 +123,10 @@ def make_optimizer(config: ConfigDict, schedule: optax.Schedule) -> optax.Gradie
         )
     if c.grad_clip_norm:
         update = optax.chain(optax.clip_by_global_norm(c.grad_clip_norm), update)
-    if c.eight_bit_moments:
-        return eight_bit_moments(update)
     if c.loss_scaling == "per_tensor":
-        return per_tensor_guard(update, c.loss_scale, block_axes=clip.block_axes)
+        update = per_tensor_guard(update, c.loss_scale, block_axes=clip.block_axes)
+    if c.eight_bit_moments:
+        update = eight_bit_moments(update)
     if c.loss_scaling == "dynamic":
         return dynamic_loss_scale(update, c.loss_scale, growth_steps=c.loss_scale_growth_steps)
     return update
@@ -141,7 +142,7 @@ def dtype_of_muon(dtype: str) -> str:
     """
     if dtype == "float32":
         return dtype
-    return "bfloat16" if jax.default_backend() == "tpu" else "float16"
+    return "bfloat16" if targets.platform() == "tpu" else "float16"
 
 
 def is_matrix_of_blocks(params: Any) -> Any:

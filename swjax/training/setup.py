@@ -17,6 +17,7 @@ from swjax import auto, data, recipes
 from swjax.kernels import targets
 from swjax.models import clip, sharding
 from swjax.nnx import set_layouts
+from swjax.safe_files import mask_credentials
 from swjax.training import config as config_lib
 from swjax.training.config import ConfigError, blame, choice
 from swjax.training.optimizer import make_optimizer, make_schedule, split_frozen
@@ -202,6 +203,13 @@ def model_config(config: ConfigDict) -> clip.CLIPConfig:
 def preset(name: str) -> clip.CLIPConfig:
     """Returns the named model; for "weights", one whose sizes the keys of the config replace."""
     return clip.CONFIGS["vit_b32" if name == WEIGHTS else name]
+
+
+def model_title(config: ConfigDict) -> str:
+    """The name of the model, or of the weights that it comes from, for output."""
+    c = config.checkpoint
+    address = mask_credentials(c.init_from or c.resume)
+    return f"the model of {address}" if config.model.name == WEIGHTS else config.model.name
 
 
 def _require_settled(config: ConfigDict) -> None:

@@ -14,7 +14,7 @@ from swjax.training.config import ConfigError
 from swjax.training.evaluation import Evaluation
 from swjax.training.log import environment
 from swjax.training.log.console import Console
-from swjax.training.setup import Parts
+from swjax.training.setup import Parts, model_title
 
 HISTORY = "config_history.jsonl"
 RESUMING = "resuming at step"  # precedes the step in the message; benchmarks.reliability reads it
@@ -51,7 +51,7 @@ def record_setup(config: ConfigDict, workdir: Path, console: Console, step: int)
     write_atomically(workdir / "config.json", config_lib.to_json(config))
     write_atomically(workdir / "env.txt", mask_credentials(environment.describe()))
     console.say(
-        f"{config.model.name} in {config.model.recipe} on {jax.device_count()} x "
+        f"{model_title(config)} in {config.model.recipe} on {jax.device_count()} x "
         f"{jax.devices()[0].device_kind}, {config.data.name}, {workdir}"
         + (f": {RESUMING} {step}" if step else "")
     )
