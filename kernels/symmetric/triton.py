@@ -132,11 +132,11 @@ def symmetric_product(
     )
 
 
-def why_not(a: jax.Array, *_: Any, **__: Any) -> Unavailable | None:
+def why_not(a: jax.Array, *_: Any, contract: int = -1, **__: Any) -> Unavailable | None:
     """Returns why the kernel cannot multiply these operands, or None if it can."""
     if a.dtype not in (jnp.bfloat16, jnp.float16):
         return Unavailable(f"is for 16-bit operands, got {a.dtype}: use 'xla'")
-    if a.shape[1] * a.shape[2] >= 2**31:
+    if a.shape[1 if contract == -1 else 2] * max(a.shape[1:]) >= 2**31:
         return Unavailable(f"is for matrices below 2^31 elements, got {a.shape[1:]}: use 'xla'")
     return None
 

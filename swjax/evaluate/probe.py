@@ -124,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
       The exit code: 0, or 2 if the model or the sets cannot be read.
     """
     parser = argparse.ArgumentParser(prog="swjax probe", description=__doc__.splitlines()[0])
-    parser.add_argument("model", help="a run's workdir, or a safetensors file or its folder")
+    parser.add_argument("model", help="a run's workdir, weights or their folder, or a name")
     where = "[NAME=]KIND:WHERE, as for `swjax evaluate --data`"
     parser.add_argument("--train", required=True, help=f"labelled set to fit on, {where}")
     parser.add_argument("--test", required=True, help="labelled set to score")

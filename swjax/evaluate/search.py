@@ -216,7 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
       The exit code: 0; 2 if the model or the pictures cannot be read.
     """
     parser = argparse.ArgumentParser(prog="swjax search", description=__doc__.splitlines()[0])
-    parser.add_argument("model", help="a run's workdir, or a safetensors file or its folder")
+    parser.add_argument("model", help="a run's workdir, weights or their folder, or a name")
     parser.add_argument("texts", nargs="+", help="descriptions of the wanted pictures")
     parser.add_argument("--pictures", default="", help="a folder; default: the run's pictures")
     parser.add_argument("--split", default="test", choices=("train", "val", "test"))

@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
       The exit code: 0, or 2 if the model or the picture cannot be read.
     """
     parser = argparse.ArgumentParser(prog="swjax classify", description=__doc__.splitlines()[0])
-    parser.add_argument("model", help="a run's workdir, or a safetensors file or its folder")
+    parser.add_argument("model", help="a run's workdir, weights or their folder, or a name")
     parser.add_argument("picture", help="an image file")
     parser.add_argument("names", nargs="+", help="of the classes to choose from, two or more")
     options = parser.parse_args(arguments)

@@ -186,7 +186,7 @@ def load(
     """
     if not Path(path).exists() and hub.named(path) is None:
         raise FileNotFoundError(
-            f"{path} does not exist: give the local path of a run's workdir, a safetensors file or its folder"
+            f"{path} does not exist: give a run's workdir, a file of weights or its folder, or a model's name"
         )
     path = Path(path)
     templates = TEMPLATES

@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
       The exit code: 0, or 2 if the model cannot be read or does not fit the layout.
     """
     parser = argparse.ArgumentParser(prog="swjax export", description=__doc__.splitlines()[0])
-    parser.add_argument("model", help="a run's workdir, or a safetensors file or its folder")
+    parser.add_argument("model", help="a run's workdir, weights or their folder, or a name")
     parser.add_argument("folder", help="where to write; created if it is missing")
     parser.add_argument(
         "--layout",

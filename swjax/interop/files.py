@@ -23,7 +23,7 @@ _READERS = {"open_clip": configs.from_open_clip, "huggingface": configs.from_hug
             "siglip": configs.from_siglip}  # fmt: skip
 _WRITERS = {"open_clip": configs.to_open_clip, "huggingface": configs.to_hugging_face,
             "siglip": configs.to_siglip}  # fmt: skip
-_PROCESSOR = "preprocessor_config.json"  # how Hugging Face prepares pictures
+PROCESSOR = "preprocessor_config.json"  # how Hugging Face prepares pictures
 _LARGEST_CONFIG = 2**24  # bytes
 _EXACT = ("F32", "F16", "BF16")  # dtypes that convert to float32 exactly
 
@@ -170,7 +170,7 @@ def save(folder: str | Path, model: clip.CLIP, layout: str = "open_clip") -> Non
     config = json.dumps(_WRITERS[layout](model.cfg), indent=2)
     write_atomically(folder / names.config, config + "\n")
     if processor:
-        write_atomically(folder / _PROCESSOR, json.dumps(processor, indent=2) + "\n")
+        write_atomically(folder / PROCESSOR, json.dumps(processor, indent=2) + "\n")
 
 
 def _abstract(cfg: clip.CLIPConfig) -> clip.CLIP:
@@ -212,7 +212,7 @@ def _read_config(path: Path, layout: str) -> tuple[clip.CLIPConfig, configs.Prep
         prepared = _parse(file, configs.open_clip_preparation)
     else:
         read = functools.partial(configs.hugging_face_preparation, cfg=described)
-        processor = path.parent / _PROCESSOR
+        processor = path.parent / PROCESSOR
         prepared = _parse(processor, read) if processor.is_file() else read({})
     fitted = _parse(file, lambda _: prepared.applied_to(described))
     return clip.config(fitted, recipe="standard", dtype="float32"), prepared

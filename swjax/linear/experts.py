@@ -216,7 +216,7 @@ def weight_gradients(
         rotated["out_dtype"] = dtypes.pop() if len(dtypes) == 1 else "float32"
         operation, arrays = "ragged_block_weight_gradient", (x, gs, group_sizes)
         # Triton's product of rotated rows takes as long as that of 16 bits.
-        slow = layers[0].implementation is None and jax.default_backend() == "gpu"
+        slow = layers[0].implementation is None and targets.platform() == "gpu"
         if not slow or dispatch.choose(operation, *arrays, **rotated, **options) == "mosaic_gpu":
             dws = dispatch.run(operation, *arrays, **rotated, **options)
             pairs = zip(dws, layers, strict=True)

@@ -277,14 +277,13 @@ def scale_by_muon(
         last two.
     """
     reference = contrib.scale_by_muon(beta=momentum)
+    chosen = coefficients_of(coefficients, steps)  # also if a restored state has others
 
     def init(params):
         state = reference.init(params)
         # The range of float16 is too small for the momentum of small gradients.
         stored = lambda m: m.astype(jnp.float32) if m.dtype == jnp.float16 else m
-        return state._replace(
-            mu=jax.tree.map(stored, state.mu), ns_coeffs=coefficients_of(coefficients, steps)
-        )
+        return state._replace(mu=jax.tree.map(stored, state.mu), ns_coeffs=chosen)
 
     def update(grads, state, params=None):
         del params
@@ -309,11 +308,11 @@ def scale_by_muon(
         leaves = [
             each.restore(x * (SCALE * math.sqrt(max(x.shape[-2:]))), before.shape)
             for x, each, before in zip(
-                orthogonalize_all(in_front, state.ns_coeffs, dtype, steps=steps), axes, leaves
+                orthogonalize_all(in_front, chosen, dtype, steps=steps), axes, leaves
             )
         ]
         updates = jax.tree.unflatten(structure, leaves)
-        return updates, state._replace(count=count, mu=cast_like(mu, state.mu))
+        return updates, state._replace(count=count, mu=cast_like(mu, state.mu), ns_coeffs=chosen)
 
     return optax.GradientTransformation(init, update)
 

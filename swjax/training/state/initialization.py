@@ -27,6 +27,7 @@ from ml_collections import ConfigDict
 from swjax import interop
 from swjax.data import Fitting, files
 from swjax.interop import weight_files
+from swjax.interop.files import PROCESSOR
 from swjax.interop.layouts import LAYOUTS
 from swjax.models import clip
 from swjax.safe_files import mask_credentials
@@ -157,7 +158,8 @@ def fetched(address: str, folder: Path) -> str:
         if names and names[0].endswith(weight_files.INDEX):
             stem = names[0].removesuffix(weight_files.INDEX).partition(".")[0]
             wanted |= {each for each in held if re.match(rf"{re.escape(stem)}-\d+-of-\d+\.", each)}
-        chosen = held.keys() & (wanted | {layout.config for layout in LAYOUTS.values()})
+        configs = {layout.config for layout in LAYOUTS.values()} | {PROCESSOR}
+        chosen = held.keys() & (wanted | configs)
         for one in chosen:
             filesystem.get_file(held[one], str(folder / one))
     except Exception as error:  # third-party file systems may raise anything
@@ -166,14 +168,14 @@ def fetched(address: str, folder: Path) -> str:
         ) from error
     if not chosen & wanted:
         raise ConfigError(
-            f"config.{KEY}={address!r} holds no weights: give safetensors of open_clip, OpenAI or Hugging "
-            f"Face or their folder; a workdir must be local"
+            f"config.{KEY}={address!r} holds no weights: give those of open_clip, OpenAI or Hugging Face, "
+            f"or their folder; a workdir must be local"
         )
     return str(folder / name if is_file else folder)
 
 
 def _of_file(address: str, cfg: clip.CLIPConfig) -> tuple[clip.CLIPConfig | None, dict]:
-    """The model configuration and the parameters of a safetensors file."""
+    """The model configuration and the parameters of a file of weights."""
     with unreadable(address):
         try:
             return interop.read(address)
@@ -192,7 +194,7 @@ def unreadable(address: str) -> Iterator[None]:
     except FileNotFoundError as error:
         raise ConfigError(
             f"config.{KEY}={shown!r} holds no checkpoint and no weights: give a run's workdir, or "
-            f"safetensors of open_clip, OpenAI or Hugging Face ({_one_line(error)})"
+            f"weights of open_clip, OpenAI or Hugging Face ({_one_line(error)})"
         ) from error
     except (ValueError, OSError, ModuleNotFoundError) as error:
         raise ConfigError(f"config.{KEY}={shown!r}: {_one_line(error)}") from error
