@@ -45,9 +45,9 @@ def main(argv: list[str] | None = None) -> int:
                 row = measure(arm, shape, args.remat)
             except Exception as error:  # an arm that fails must not end the run
                 row = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
-            bases = [r["ms"] for r in records.rows if (r["model"], r["arm"]) == (model, "bf16")]
-            if bases and "ms" in row:
-                row["ratio"] = bases[0] / row["ms"]
+            for base in records.rows:
+                if (base["model"], base["arm"]) == (model, "bf16") and "ms" in base and "ms" in row:
+                    row["ratio"] = base["ms"] / row["ms"]
             records.add(model=model, arm=arm, rank=RANK, remat=args.remat, **row)
     print("\n" + timing.table(records.rows, COLUMNS))
     return 0
@@ -76,7 +76,7 @@ def make(arm: str, shape: Shape, remat: bool) -> nnx.Module:
 def measure(arm: str, shape: Shape, remat: bool) -> dict:
     """Returns the speed and the memory of one arm."""
     graph, like = split(partial(make, arm, shape, remat))
-    trained, frozen = like.split(nnx.LoRAParam, ...)
+    trained, frozen = nnx.split_state(like, nnx.LoRAParam, ...)
 
     def loss(trained, x, frozen, g):
         y = nnx.merge(graph, trained, frozen)(x, None)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from benchmarks import language_models, language_models_flax
+from benchmarks import language_models, language_models_flax, language_models_lora
 from benchmarks.kernels import bench, layers, timing, tune
 from benchmarks.language_models_shapes import SHAPES, check_memory
 from swjax.kernels import dispatch, tiles
@@ -338,6 +338,16 @@ def test_models_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="need 120 GiB a device, it has 75: use more devices"):
         check_memory(shape, 1, 75 * 2**30)
     check_memory(shape, 8, 75 * 2**30)
+
+
+@pytest.mark.release
+def test_lora_over_frozen_weights(tmp_path):
+    out = tmp_path / "lora.json"
+    flags = ["--models", "tiny", "--arms", "bf16", "switchback+once", f"--out={out}"]
+    with jax.numpy_dtype_promotion("standard"):  # JAX's own attention promotes
+        assert language_models_lora.main(flags) == 0
+    plain, frozen = json.loads(out.read_text())["rows"]
+    assert frozen["weights_gib"] < 0.51 * plain["weights_gib"] and frozen["ratio"] > 0
 
 
 def test_shapes_of_language_models():
