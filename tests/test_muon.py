@@ -123,6 +123,18 @@ def test_neurons_are_divided_by_the_size_of_their_updates():
     assert np.sqrt(np.mean(np.square(update["w"]))) == pytest.approx(0.2, rel=1e-5)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("shape", [(3, 16, 16), (3, 16, 40)])
+def test_a_matrix_of_zeros_stays_so(shape, dtype):
+    """Beside one with a single element, and one whose elements differ by 40 decades."""
+    x = jnp.zeros(shape).at[1, 2, 3].set(1e-30).at[2].set(1e-20).at[2, 0, 0].set(1e20)
+    got = np.asarray(orthogonalize(x, coefficients_of("quintic", 5), dtype))
+    assert np.isfinite(got).all() and not got[0].any()
+    for i in (1, 2):
+        assert np.count_nonzero(np.abs(got[i]) > 0.01) == 1
+        assert 0.68 < np.abs(got[i]).max() < 1.21
+
+
 def test_a_matrix_is_a_stack_of_one():
     stack = {"w": jax.random.normal(jax.random.key(0), (1, 6, 4))}
     matrix = {"w": stack["w"][0]}

@@ -452,6 +452,12 @@ def test_a_conversion_of_only_routers_and_heads_warns():
         )
 
 
+def test_results_may_be_constants():
+    fn = lambda w, x: (jnp.tanh(x @ w), 0.0)
+    y, constant = jax.jit(swjax.quantized(fn, {".*": "switchback"}))(draw(WIDTH, WIDTH), X)
+    assert y.shape == X.shape and constant == 0
+
+
 def test_arguments_that_are_no_arrays_are_static():
     def fn(w, x, scale, *, train):
         return {"y": scale * (x @ w)} if train else None

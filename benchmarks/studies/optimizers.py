@@ -148,7 +148,7 @@ def muon(hyper, schedule, decay: float):
 
 
 def muon_of_swjax(hyper, schedule, decay: float):
-    """`swjax.optax.muon` as the trainer calls it in bf16."""
+    """`swjax.optax.muon` with products in bf16, otherwise as the trainer calls it."""
     import swjax.optax
     from swjax.models import clip
     from swjax.training.optimizer import is_matrix_of_blocks

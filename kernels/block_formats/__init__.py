@@ -1,0 +1,1 @@
+"""Formats whose blocks of neighbours share a scale."""

@@ -1,9 +1,10 @@
 """Formats whose blocks of neighbours share a scale, emulated: values are rounded as in hardware, and
 multiplied in bfloat16 or float32.
 
-A block has one scale in a small format; NVFP4 adds one float32 scale for the whole array. bfloat16 holds
-values times scales of MXFP8 and NVFP4 exactly, so a bfloat16 product with float32 sums computes what matrix
-units for these formats do. The product of e4m3 and a float32 scale is rounded to float32.
+A block has one scale, in float32 or in an 8-bit format; NVFP4 adds one float32 scale for the whole array.
+bfloat16 holds values times scales of MXFP8 and NVFP4 exactly, so a bfloat16 product with float32 sums
+computes what matrix units for these formats do. The product of e4m3 and a float32 scale is rounded to
+float32.
 """
 
 from typing import NamedTuple
@@ -161,7 +162,7 @@ def emulated(x: Blocks, axis: int, block: int, *, square: bool = False, dtype: s
     Args:
       x: the result of `quantize_blocks`.
       axis, block, square: those of `quantize_blocks`.
-      dtype: of the values; "bfloat16" holds those of all formats but float32 scales exactly.
+      dtype: of the values; "bfloat16" holds them exactly, unless the scales are float32.
 
     Returns:
       A QTensor with one scale.

@@ -129,8 +129,9 @@ def ragged_block_weight_gradient(
 ) -> tuple[jax.Array, ...]:
     """``xT g`` of the rows of each group, for each g, from 8-bit products: see `block_weight_gradient`.
 
-    The rows of a group are cut into blocks of `block` rows; its last block is shorter. Zeros fill the last
-    `rotation` rows of a group that are mixed. No rows of two groups are mixed.
+    The rows of a group are cut into blocks of `block` rows; its last block may be shorter. Each `rotation`
+    consecutive rows of a group are rotated together; zeros fill up the last of them. Rows of two groups are
+    never rotated together.
 
     Args:
       x: [m, k] float16, bfloat16 or float32.

@@ -6,7 +6,8 @@
       --config.data.tfds.builder=coco_captions
 
 --workdir   a run: scores its newest checkpoint on the data of its config
---weights   safetensors of open_clip, OpenAI or Hugging Face, or a folder of them
+--weights   a file by swjax.inference.save, or weights of open_clip, OpenAI or Hugging Face: a file, its
+            folder, or the name of a model, as in docs/fine_tuning.md
 --data      a labelled set, [NAME=]KIND:WHERE, KIND: folders, webdataset, table, parquet, tfds; may
             be repeated
 --split     val or test: retrieval on this split of the config's data; may be repeated. Default: both for a

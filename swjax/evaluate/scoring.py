@@ -38,8 +38,8 @@ def score(
 
     Args:
       workdir: directory of a run; its config names the data.
-      weights: weights for `swjax.inference.load`: a safetensors file of open_clip, OpenAI or Hugging Face,
-        its folder, or a file by `swjax.inference.save`.
+      weights: weights for `swjax.inference.load`: a file of open_clip, OpenAI or Hugging Face, its folder,
+        the name of a model, or a file by `swjax.inference.save`.
       sets: addresses of labelled sets, see `swjax.data.labelled`; () uses the sets of `eval.zeroshot`.
       splits: splits of the config's data set, for retrieval; () skips retrieval. None: those that it has.
       overrides: (key, value) pairs of the config's sections `data` and `eval`, such as ("data.name", "tfds").

@@ -172,8 +172,8 @@ def load(
     libraries have "a photo of a {}.".
 
     Args:
-      path: a run's workdir, a file by `save`, or a safetensors file, its folder or the name of a model, as
-        for `swjax.interop.load`.
+      path: a run's workdir, a file by `save`, or a file of weights, its folder or the name of a model, as for
+        `swjax.interop.load`.
       cfg: configuration for `swjax.interop.load`; a run and a file by `save` contain theirs.
       prequantize: whether to keep only 8-bit weights, see `swjax.serving.prequantize`. Needs a quantized
         recipe, and has no effect on a file by `save`.

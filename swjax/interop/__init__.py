@@ -1,6 +1,6 @@
-"""Loads and saves CLIP weights in the layouts of open_clip, OpenAI and Hugging Face.
+"""Loads and saves CLIP and SigLIP weights in the layouts of open_clip, OpenAI, Hugging Face and big_vision.
 
-Files are safetensors or those of PyTorch, whose pickles are not run. `load` returns a
+Files are safetensors, those of PyTorch, whose pickles are not run, or big_vision's .npz. `load` returns a
 `swjax.models.clip.CLIP`; `read` returns its configuration and its parameters on the host, `configuration`
 only the former. `open_clip.create_model("local-dir:...")` and transformers' `CLIPModel.from_pretrained` can
 open the output of `save`.

@@ -33,14 +33,15 @@ class NoConfig(ValueError):
 
 
 def load(path: str | Path, cfg: clip.CLIPConfig | None = None, **options: Any) -> clip.CLIP:
-    """Loads a CLIP model from weights in the layout of open_clip, OpenAI or Hugging Face.
+    """Loads a model from weights in the layout of open_clip, OpenAI, Hugging Face or big_vision.
 
     The tensor names determine the layout. 16-bit values are converted to float32. Files of PyTorch, also
     OpenAI's in TorchScript, are read without running their pickle.
 
     Args:
-      path: a safetensors file, a file of `torch.save` (.bin, .pt), the index of either's shards, a folder
-        that open_clip or Hugging Face wrote, or the name of a model, see `swjax.interop.hub`.
+      path: a safetensors file, a file of `torch.save` (.bin, .pt), the index of either's shards, an .npz of
+        big_vision, a folder that open_clip or Hugging Face wrote, or the name of a model, see
+        `swjax.interop.hub`.
       cfg: the model configuration; None reads the config file next to the weights, and sets float32 without
         quantization, as in those libraries.
       **options: fields of the configuration to replace, such as recipe="switchback".

@@ -59,7 +59,8 @@ class Quantized:
 
         Calls return the same values as for the parameters themselves, and compute no weight gradients. The
         input gradient multiplies the same 8-bit matrix, transposed. Recipes with one scale per output channel
-        quantize it again along the other axis for that; of those that rotate features see docs/recipes.md.
+        quantize it again along the other axis for that. With recipes that rotate features, the input
+        gradient is rotated back.
 
         Args:
           params, *args, **kwargs: arguments of the function; others than the parameters to quantize may be

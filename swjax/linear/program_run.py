@@ -79,7 +79,7 @@ class Plan(NamedTuple):
         if not self.changes:  # nothing will run its steps
             return self
         steps: list[Step] = []
-        last = set(self.jaxpr.outvars)
+        last = {atom for atom in self.jaxpr.outvars if isinstance(atom, core.Var)}
         for key, group in reversed([(k, list(g)) for k, g in groupby(self.steps, _group_of)]):
             steps[:0] = group if key is None else [_as_one(group, last, known)]
             last |= {

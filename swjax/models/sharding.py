@@ -195,7 +195,7 @@ def abstract_state(state: Any, mesh: Mesh, rules: SpecRules = RULES) -> Any:
     specs = {name: spec_of(name, rules) for name in params}
 
     def place(path, leaf):
-        keys = path_name(path).removesuffix("/codes").split("/")
+        keys = path_name(path).split("/")
         suffixes = ("/".join(keys[start:]) for start in range(len(keys)))
         owner = next((s for s in suffixes if s in params and params[s].shape == leaf.shape), None)
         spec = P() if owner is None else _fit(specs[owner], leaf.shape, mesh)

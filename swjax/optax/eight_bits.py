@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from swjax.optax.tensors import join
+
 BLOCK = 128
 # Smaller arrays stay as they are: their moments need little memory.
 _SMALLEST_SIZE = 4096
@@ -37,11 +39,13 @@ class EightBitMomentsState(NamedTuple):
 
     Attributes:
       count: [] int32, number of updates, from which stochastic rounding takes its numbers.
-      inner: state of the optimizer, with `EightBits` in place of moments.
+      inner: state of the optimizer, with the codes of `EightBits` in place of moments.
+      ranges: [2, blocks] float32, `largest` and `step` of the blocks of all moments, in their order.
     """
 
     count: jax.Array  # type: ignore[assignment]  # hides tuple.count, as in optax's states
     inner: optax.OptState
+    ranges: jax.Array
 
 
 def eight_bit_moments(
@@ -64,8 +68,8 @@ def eight_bit_moments(
     of StableAdamW takes about twice as long (benchmarks/notes/speed.md). The loss of large models was not
     studied in this project.
 
-    Codes have the shape of their moment, so rules for the sharding of parameters fit them. The ranges have
-    the number of blocks as their last axis: shard the last axis in multiples of `block`, or not.
+    Codes have the shape and the place of their moment, so rules for the sharding of parameters fit them. The
+    ranges, 0.06 bytes an element, are replicated.
 
     Args:
       optimizer: for example `stable_adamw`, `muon` or `optax.adamw`.
@@ -84,8 +88,8 @@ def eight_bit_moments(
     >>> params = {"w": jnp.ones((64, 128))}
     >>> optimizer = eight_bit_moments(optax.adam(1e-3))
     >>> state = optimizer.init(params)
-    >>> print(state.inner[0].nu["w"].codes.dtype, state.inner[0].nu["w"].largest.shape)
-    int8 (64, 1)
+    >>> print(state.inner[0].nu["w"].dtype, state.ranges.shape)
+    int8 (2, 128)
 
     References:
       Dettmers et al., "8-bit optimizers via block-wise quantization", 2021, https://arxiv.org/abs/2110.02861.
@@ -100,34 +104,32 @@ def eight_bit_moments(
         )
     optimizer = optax.with_extra_args_support(optimizer)
 
-    def encoded(inner: optax.OptState, count: jax.Array) -> optax.OptState:
-        named = jax.tree_util.tree_leaves_with_path(inner)
-        structure = jax.tree.structure(inner)
+    def encoded(inner: optax.OptState, count: jax.Array) -> EightBitMomentsState:
+        named, structure = jax.tree_util.tree_flatten_with_path(inner)
         has_field = lambda node: not set(fields).isdisjoint(getattr(node, "_fields", ()))
         if not any(map(has_field, jax.tree.leaves(inner, is_leaf=has_field))):
             raise ValueError(
                 f"eight_bit_moments finds none of the fields {', '.join(fields)} in the state "
                 f"{type(inner).__name__}: name those of its moments in `fields`"
             )
-        leaves = [
-            encode(x, block, seed=count * len(named) + number)
-            if _is_in(path, fields) and _fits(x)
-            else x
-            for number, (path, x) in enumerate(named)
-        ]
-        return jax.tree.unflatten(structure, leaves)
+        leaves, found = [], []
+        for number, (path, x) in enumerate(named):
+            if _is_in(path, fields) and _fits(x):
+                found.append(encode(x, block, seed=count * len(named) + number))
+                x = found[-1].codes
+            leaves.append(x)
+        ranges = [join([x[i] for x in found], (), jnp.float32) for i in (1, 2)]
+        return EightBitMomentsState(count, jax.tree.unflatten(structure, leaves), jnp.stack(ranges))
 
     def init(params):
-        count = jnp.zeros([], jnp.int32)
         # Without the barrier, XLA would round the zeros while it compiles.
         inner = jax.lax.optimization_barrier(optimizer.init(params))
-        return EightBitMomentsState(count, encoded(inner, count))
+        return encoded(inner, jnp.zeros([], jnp.int32))
 
     def update(grads, state, params=None, **extra_args):
-        inner = decoded_moments(state.inner, block)
+        inner = decoded_moments(state, block).inner
         updates, inner = optimizer.update(grads, inner, params, **extra_args)
-        count = optax.safe_increment(state.count)
-        return updates, EightBitMomentsState(count, encoded(inner, count))
+        return updates, encoded(inner, optax.safe_increment(state.count))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -139,17 +141,29 @@ def decoded_moments(opt_state: optax.OptState, block: int = BLOCK) -> optax.OptS
       opt_state: any state that contains that of `eight_bit_moments`, or none in 8 bits.
       block: the argument of `eight_bit_moments`.
     """
-    return jax.tree.map(
-        lambda x: decode(x, block) if isinstance(x, EightBits) else x,
-        opt_state,
-        is_leaf=lambda x: isinstance(x, EightBits),
-    )
+
+    def decoded(state):
+        if not isinstance(state, EightBitMomentsState):
+            return state
+        leaves, structure = jax.tree.flatten(state.inner)
+        start = 0
+        for number, x in enumerate(leaves):
+            if x.dtype != jnp.int8 or not _is_large(x):
+                continue
+            shape = (*x.shape[:-1], -(-x.shape[-1] // block))
+            stop = start + math.prod(shape)
+            largest, step = (of[start:stop].reshape(shape) for of in state.ranges)
+            leaves[number] = decode(EightBits(x, largest, step), block)
+            start = stop
+        return state._replace(inner=jax.tree.unflatten(structure, leaves))
+
+    return jax.tree.map(decoded, opt_state, is_leaf=lambda x: isinstance(x, EightBitMomentsState))
 
 
 def has_eight_bits(opt_state: optax.OptState) -> bool:
     """Whether a state has moments in 8 bits."""
-    nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, EightBits))
-    return any(isinstance(node, EightBits) for node in nodes)
+    is_state = lambda x: isinstance(x, EightBitMomentsState)
+    return any(map(is_state, jax.tree.leaves(opt_state, is_leaf=is_state)))
 
 
 def _is_in(path: tuple[Any, ...], fields: Sequence[str]) -> bool:
@@ -158,8 +172,11 @@ def _is_in(path: tuple[Any, ...], fields: Sequence[str]) -> bool:
 
 
 def _fits(x: Any) -> bool:
-    is_float = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize <= 4
-    return is_float and x.size >= _SMALLEST_SIZE and x.shape[-1] >= _SHORTEST_AXIS
+    return jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize <= 4 and _is_large(x)
+
+
+def _is_large(x: Any) -> bool:
+    return x.size >= _SMALLEST_SIZE and x.shape[-1] >= _SHORTEST_AXIS
 
 
 def encode(x: jax.Array, block: int, seed: jax.typing.ArrayLike) -> EightBits:
@@ -179,9 +196,9 @@ def encode(x: jax.Array, block: int, seed: jax.typing.ArrayLike) -> EightBits:
     step = jnp.where(jnp.isneginf(largest), 1.0, step)
     steps = (_unblocked(log2, x.shape) - _each(largest, block, x)) / _each(step, block, x)
     below = jnp.clip(jnp.floor(steps), 1 - _LEVELS, 0)
-    above = jnp.exp2(_each(step, block, x)) - 1
     # The chance of the larger neighbour, with which the expectation is x.
-    chance = (jnp.exp2((steps - below) * _each(step, block, x)) - 1) / above
+    log_step = _each(step, block, x) * math.log(2)
+    chance = jnp.expm1((steps - below) * log_step) / jnp.expm1(log_step)
     code = below + _LEVELS + (_uniform(x.shape, seed) < chance).astype(jnp.float32)
     code = jnp.where(x == 0, 0, jnp.minimum(code, _LEVELS)) * jnp.sign(x)
     # NaN has no code.

@@ -185,7 +185,7 @@ def iterate(x: jax.Array, table: jax.Array, implementation: str | None = None) -
     Q and G, so that G stays the Gram matrix of Q X: the rounding of P exceeds small eigenvalues of G.
 
     Args:
-      x: [batch, m, n], with elements of at most 1.
+      x: [batch, m, n]; the largest element of a matrix is 1, or 0.
       table: [steps, 3] float32.
       implementation: see `orthogonalize`.
 
@@ -197,7 +197,8 @@ def iterate(x: jax.Array, table: jax.Array, implementation: str | None = None) -
     symmetric = functools.partial(dispatch.run, "symmetric_product", implementation=implementation)
     has_fewer_rows = x.shape[-2] <= x.shape[-1]
     contract, times_x = (-1, "bik,bkj->bij") if has_fewer_rows else (-2, "bkj,bik->bij")
-    norm = jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), (1, 2))) + 1e-8
+    norm = jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), (1, 2)))
+    norm = jnp.maximum(norm, 1)  # below 1 are matrices of zeros only
     ones, zeros = jnp.ones_like(norm), jnp.zeros_like(norm)
     scale = norm  # x is the iterate times this
     for segment in _segments(x, len(table)):

@@ -3,7 +3,7 @@
   swjax train --config=openmoji --workdir=runs/openmoji
       trains; the same command resumes an interrupted run. CONFIG is a Python file or a name below
   swjax train --config=vith_int8 --plan --hardware=h200:8 --config.train.accumulation=8
-      summarizes the run and whether it fits in memory; trains nothing
+      summarizes the run, and says whether it fits in memory; trains nothing
 
 `python train.py` in a checkout is the same program; its --help has more examples. docs/config.md lists every
 key. Exit codes: 0 finished, or saved and interrupted; 1 diverged; 2 wrong command line or config; 3 the disk,

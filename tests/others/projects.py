@@ -196,7 +196,7 @@ def gemma_library() -> Case:
 # --- MaxText ------------------------------------------------------------------------------------------
 
 
-def maxtext_llama() -> Case:
+def maxtext_llama(decoder: str = "llama2", parallel: str = "tensor", **options) -> Case:
     """Layers in a scan with remat, and sharding constraints on MaxText's mesh of 4 x 2 devices."""
     import maxtext.configs
     from flax.core import meta
@@ -208,11 +208,12 @@ def maxtext_llama() -> Case:
     config = pyconfig.initialize(
         ["", f"{maxtext.configs.__path__[0]}/base.yml"],
         **dict(run_name="", base_output_directory="", hardware="cpu", log_config=False),
-        **dict(decoder_block="llama2", attention="dot_product", enable_checkpointing=False),
+        **dict(decoder_block=decoder, attention="dot_product", enable_checkpointing=False),
         **dict(dtype="float32", weight_dtype="float32", skip_jax_distributed_system=True),
         **dict(override_model_config=True, per_device_batch_size=0.5, **sizes),
+        **options,
     )
-    counts = [{"fsdp": 4, "tensor": 2}.get(axis, 1) for axis in config.mesh_axes]
+    counts = [{"fsdp": 4, parallel: 2}.get(axis, 1) for axis in config.mesh_axes]
     mesh = jax.make_mesh(counts, tuple(config.mesh_axes), axis_types=(AxisType.Auto,) * len(counts))
     model = models.transformer_as_linen(config, mesh, None)
     positions = jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
@@ -225,6 +226,12 @@ def maxtext_llama() -> Case:
         return model.apply({"params": params}, tokens, positions, **inputs)
 
     return Case(apply, jax.tree.map(jnp.asarray, jax.device_get(params)), (TOKENS,), mesh=mesh)
+
+
+def maxtext_moe() -> Case:
+    """Experts as ragged products. Each token has all of them, because another choice is no rounding error."""
+    options = dict(num_experts=4, num_experts_per_tok=4, base_moe_mlp_dim=64)
+    return maxtext_llama("mixtral", "data", **options, sparse_matmul=True, megablox=False)
 
 
 # --- Haiku and Penzai ---------------------------------------------------------------------------------
@@ -278,6 +285,7 @@ PROJECTS = {
     "transformers, Mistral": Project(huggingface_mistral, "linen", "transformers"),
     "transformers, Gemma": Project(huggingface_gemma, "linen", "transformers"),
     "MaxText, Llama 2": Project(maxtext_llama, "maxtext", "maxtext"),
+    "MaxText, Mixtral": Project(maxtext_moe, "maxtext", "maxtext"),
     "gemma, Gemma 3": Project(gemma_library, "gemma", "gemma"),
     "Haiku, attention and MLP": Project(haiku_transformer, "linen", "dm-haiku"),
     "Penzai, Llama": Project(penzai_llama, "linen", "penzai"),
