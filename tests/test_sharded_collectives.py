@@ -70,7 +70,7 @@ def test_collectives_of_data_parallel(name, kind):
     with jax.set_mesh(mesh):
         forward = collectives(layer, *args)
         both = collectives(partial(gradients, layer), args, g)
-    if name in ("llm_int8_outlier6", "fp8_tensorwise"):  # all-reduce maxima over the whole batch
+    if name in ("llm_int8_outlier6", "fp8_tensorwise", "nvfp4"):  # maxima over the whole batch
         assert all(op == "all-reduce" and np.prod(shape) <= K for op, _, shape in forward)
     else:
         assert not forward

@@ -44,11 +44,13 @@ def products(x, w, g, recipe, bias=None):
 def test_matches_the_papers_algorithm(name, dtype):
     x, w, _, g = arrays((96, 160), 72, dtype)
     expected = getattr(oracle, name)(*(np.asarray(a) for a in (x, w, g)))
+    # Rotated in another precision, a value near the middle of two of fp8 becomes the other one.
+    most = 55 if name == "fp8_hadamard" else np.inf
     for part, k, got, want in zip(
         "fwd dgrad wgrad".split(), (160, 72, 96), products(x, w, g, name), expected
     ):
         assert got.dtype == jnp.dtype(dtype)
-        assert snr_db(got, want) > floor_db(dtype, k), part
+        assert snr_db(got, want) > min(most, floor_db(dtype, k)), part
 
 
 def test_recipes_differ_from_each_other():
@@ -222,11 +224,13 @@ def test_forms_that_kernels_read_change_nothing(name, monkeypatch):
         else:
             args = put(x, "data"), put(w, *spec), put(g, "data"), name, put(bias)
         got, expected = products(*args), list(want)
-        if "hadamard" in name and spec is not None:  # blocks of a device's tokens
-            assert snr_db(got.pop(2), expected.pop(2)) > 30
-        if name == "int8_hadamard" and spec:  # groups of a device's features
-            for _ in range(2):
-                assert snr_db(got.pop(0), expected.pop(0)) > 30
+        in_blocks = RECIPES[name].in_blocks
+        y_db, dx_db, dw_db = (db - 10 for db in SNR_DB[name])  # rounded twice, differently
+        if ("hadamard" in name or in_blocks) and spec is not None:  # blocks of a device's tokens
+            assert snr_db(got.pop(2), expected.pop(2)) > dw_db
+        if (name in ("int8_hadamard", "fp8_hadamard") or in_blocks) and spec:  # of its features
+            assert snr_db(got.pop(0), expected.pop(0)) > y_db
+            assert snr_db(got.pop(0), expected.pop(0)) > dx_db
         for a, b in zip(got, expected, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
