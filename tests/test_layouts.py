@@ -21,8 +21,9 @@ from swjax.testing import assert_quantized_gathers
 
 
 def options(platform, fsdp, **settings):
-    devices = np.array([SimpleNamespace(platform=platform)])
-    mesh = SimpleNamespace(devices=devices, shape={"fsdp": fsdp})
+    device = SimpleNamespace(platform=platform, device_kind="H100" if platform == "gpu" else "cpu")
+    abstract = SimpleNamespace(empty=False, abstract_device=device)
+    mesh = SimpleNamespace(abstract_mesh=abstract, shape={"fsdp": fsdp})
     return sharding.compiler_options(mesh, **settings)
 
 
