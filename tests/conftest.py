@@ -44,6 +44,8 @@ import pytest
 from jax._src.interpreters import mlir
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
+collect_ignore = ["others"]  # programs in environments of their own: `make others`
+
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")  # GPUs would use TF32 for fp32
