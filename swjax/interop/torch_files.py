@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-_DTYPES = {
+_DTYPES: dict[str, tuple[str, Any]] = {
     "FloatStorage": ("F32", np.float32),
     "HalfStorage": ("F16", np.float16),
     "BFloat16Storage": ("BF16", jnp.bfloat16),
