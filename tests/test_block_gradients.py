@@ -99,7 +99,7 @@ def test_absent_tokens_count_as_zero(operation, implementation, shape):
     run = partial(implementations.run, operation, implementation=implementation, **OPTIONS)
     masked = run(*(a * present[:, None] for a in (x, g)))
     np.testing.assert_array_equal(run(x, g, present), masked)
-    assert snr_db(run(x, g), masked) < 40
+    assert snr_db(run(x, g), masked) < 50
 
 
 @pytest.mark.parametrize("recipe", thinning.first(["switchback_hadamard", "int8_hadamard"]))

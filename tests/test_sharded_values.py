@@ -234,7 +234,11 @@ def test_values_of_a_gated_mlp(name, sizes, kind):
     want = jax.jit(partial(gradients, partial(block, (None, None))))(*mlp_arguments())
     with jax.set_mesh(mesh):
         got = jax.jit(partial(gradients, partial(block, MLP_LAYOUTS)))(*mlp_arguments(mesh))
-    compare(got, want, "bfloat16")
+    if name == "switchback":
+        compare(got, want, "bfloat16")
+    else:  # each device quantizes its own tokens for the weight gradients
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            assert a.dtype == b.dtype and a.shape == b.shape and snr_db(a, b) > 30
 
 
 @pytest.mark.parametrize("kind", [release("auto"), "explicit"])
