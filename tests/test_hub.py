@@ -4,7 +4,9 @@ import hashlib
 import http.server
 import json
 import shutil
+import socket
 import threading
+import time
 
 import pytest
 from clip_oracle import random_model, small_config, write_weights
@@ -196,3 +198,14 @@ def test_without_the_package_the_line_names_both_ways(monkeypatch):
     ) as error:
         interop.configuration("own/model")
     assert "\n" not in str(error.value)
+
+
+def test_without_a_network_there_is_one_line_at_once(monkeypatch, caplog):
+    pytest.importorskip("huggingface_hub")
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+    monkeypatch.setenv("HF_ENDPOINT", f"http://localhost:{port}")  # which nobody serves now
+    start = time.perf_counter()
+    with pytest.raises(ValueError, match="run `hf download google/absent config.json"):
+        hub.resolve("google/absent")
+    assert time.perf_counter() - start < 5 and not caplog.records

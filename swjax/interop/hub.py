@@ -8,8 +8,10 @@ the package huggingface_hub downloads it into the cache.
 import contextlib
 import os
 import re
+import socket
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 from swjax.interop import weight_files
 from swjax.packages import MissingPackage, require
@@ -92,6 +94,7 @@ _FILES = {
     ),
 }
 _NAME = re.compile(r"(hf-hub:)?([\w-][\w.-]*)/([\w-][\w.-]*?)(?:@([\w-][\w.-]*))?")
+_SECONDS = 10  # to connect
 _FILE = re.compile(r".*\.(safetensors|npz|bin|pt|pth|ckpt|json)")
 
 
@@ -174,6 +177,9 @@ def _downloaded(model: Model, address: str) -> Path:
         raise ValueError(f"{_absent(model)}; {error}") from error
     from huggingface_hub import errors, hf_hub_download
 
+    if not _answers(os.environ.get("HF_ENDPOINT") or "https://huggingface.co"):
+        raise ValueError(_absent(model))
+
     def get(name: str) -> Path:
         offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
         path = hf_hub_download(
@@ -216,6 +222,21 @@ def _downloaded(model: Model, address: str) -> Path:
         f"the model {model.repository} of the hub has no complete weights of open_clip or transformers, such "
         "as config.json and model.safetensors: choose another"
     )
+
+
+def _answers(endpoint: str) -> bool:
+    """Whether a connection to the hub is possible: huggingface_hub tries for half a minute, with warnings."""
+    if any(
+        os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy")
+    ):
+        return True  # the proxy decides
+    try:
+        url = urlsplit(endpoint)
+        port = url.port or (443 if url.scheme == "https" else 80)
+        with socket.create_connection((url.hostname or "", port), timeout=_SECONDS):
+            return True
+    except (OSError, ValueError):
+        return False
 
 
 def _absent(model: Model) -> str:
