@@ -91,9 +91,9 @@ class FusedBlock(Block):
 
 
 class Experts(nnx.Module):
-    """SwiGLUs of which each token is sent to the `chosen` most likely; no token is dropped.
+    """A mixture of SwiGLU experts: the router sends each token to its top `chosen` experts and drops none.
 
-    `recipe` None multiplies by `jax.lax.ragged_dot`.
+    Without a recipe the products are `jax.lax.ragged_dot`.
     """
 
     def __init__(self, shape: Shape, rngs: nnx.Rngs):

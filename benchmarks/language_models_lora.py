@@ -3,11 +3,11 @@
     python -m benchmarks.language_models_lora --out=benchmarks/results/language_models_lora.json
     python -m benchmarks.language_models_lora --models tiny --out=tiny.json      # on any machine
 
-A call computes the gradients of the input and of two matrices of rank RANK beside each linear layer, whose
-weights are frozen and have no gradient. Arms: "bf16" has bf16 weights; a recipe alone quantizes these bf16
-weights in every step; "+once" keeps only the weights of `swjax.serving.prequantize`, in int8. Matrices of
-LoRA are in float32, activations in bf16. `weights_gib` is the memory of the frozen weights; see
-language_models.py for the rest.
+Each linear layer has frozen weights and LoRA matrices of rank RANK. A call computes the gradients of the
+input and of the LoRA matrices. Arms: "bf16" has bf16 weights; a recipe alone quantizes these bf16 weights in
+every step; "+once" keeps only the int8 weights of `swjax.serving.prequantize`. LoRA matrices are float32,
+activations bf16. `weights_gib` is the memory of the frozen weights; language_models.py describes the other
+columns.
 """
 
 import sys
@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def make(arm: str, shape: Shape, remat: bool) -> nnx.Module:
-    """Blocks with LoRA beside each linear layer."""
+    """Makes blocks whose linear layers have frozen weights and LoRA matrices."""
     recipe, *once = arm.split("+")
     blocks = plain(shape, remat)
     if recipe != "bf16":
