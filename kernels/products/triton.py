@@ -25,6 +25,34 @@ def program_block(
 
 
 @triton.jit
+def sum_of_products(
+    a_at, b_at, total, k, K: tl.constexpr, BLOCK_K: tl.constexpr, A_STEP: tl.constexpr,
+    B_STEP: tl.constexpr,
+):  # fmt: skip
+    """Adds the products of the blocks of a [rows, K] and b [K, columns] to `total`.
+
+    Args:
+      a_at, b_at: pointers to the first blocks.
+      total: [rows, columns] int32 or fp32.
+      k: indices of a block along the contracted axis.
+      K: length of the contracted axis.
+      BLOCK_K: length of a block.
+      A_STEP, B_STEP: distances in memory between neighbours along the contracted axis.
+    """
+    for start in range(0, K, BLOCK_K):
+        if K % BLOCK_K == 0:
+            a = tl.load(a_at)
+            b = tl.load(b_at)
+        else:
+            a = tl.load(a_at, mask=(k < K - start)[None, :], other=0.0)
+            b = tl.load(b_at, mask=(k < K - start)[:, None], other=0.0)
+        total = tl.dot(a, b, total, out_dtype=total.dtype)
+        a_at += BLOCK_K * A_STEP
+        b_at += BLOCK_K * B_STEP
+    return total
+
+
+@triton.jit
 def load_scale(scale_ptr, at, SIZE: tl.constexpr, PER_ELEMENT: tl.constexpr, AXIS: tl.constexpr):
     """Loads scales at some indices along axis AXIS of a block, or the only scale."""
     if PER_ELEMENT:
@@ -67,17 +95,7 @@ def _matmul_kernel(
     integer: tl.constexpr = a_ptr.dtype.element_ty == tl.int8
     total_type: tl.constexpr = tl.int32 if integer else tl.float32
     total = tl.zeros((BLOCK_M, BLOCK_N), total_type)
-    for start in range(0, K, BLOCK_K):
-        if K % BLOCK_K == 0:
-            a = tl.load(a_at)
-            b = tl.load(b_at)
-        else:
-            a = tl.load(a_at, mask=(k < K - start)[None, :], other=0.0)
-            b = tl.load(b_at, mask=(k < K - start)[:, None], other=0.0)
-        total = tl.dot(a, b, total, out_dtype=total_type)
-        a_at += BLOCK_K
-        b_at += BLOCK_K
-
+    total = sum_of_products(a_at, b_at, total, k, K, BLOCK_K, 1, 1)
     a_scale = load_scale(a_scale_ptr, row, M, A_ROWS, 0)
     b_scale = load_scale(b_scale_ptr, column, N, B_ROWS, 1)
     out = total.to(tl.float32) * (a_scale * b_scale)

@@ -13,7 +13,7 @@ from swjax.kernels.block_weight_gradients.triton import COLUMNS, ROTATION, TILE,
 from swjax.kernels.block_weight_gradients.triton import why_not as why_not_blocks
 from swjax.kernels.formats import INVERSE, LARGEST, QTensor
 from swjax.kernels.products.tiles import TritonTile
-from swjax.kernels.products.triton import load_scale, program_block
+from swjax.kernels.products.triton import load_scale, program_block, sum_of_products
 from swjax.kernels.ragged import tiles
 from swjax.kernels.ragged.schedule import (
     blocks_of_groups,
@@ -75,16 +75,7 @@ def _ragged_matmul_kernel(
         integer: tl.constexpr = a_ptr.dtype.element_ty == tl.int8
         total_type: tl.constexpr = tl.int32 if integer else tl.float32
         total = tl.zeros((BLOCK_M, BLOCK_N), total_type)
-        for start in range(0, K, BLOCK_K):
-            if K % BLOCK_K == 0:
-                a = tl.load(a_at)
-                b = tl.load(b_at)
-            else:
-                a = tl.load(a_at, mask=(k < K - start)[None, :], other=0.0)
-                b = tl.load(b_at, mask=(k < K - start)[:, None], other=0.0)
-            total = tl.dot(a, b, total, out_dtype=total_type)
-            a_at += BLOCK_K
-            b_at += BLOCK_K if LAST else BLOCK_K * N
+        total = sum_of_products(a_at, b_at, total, k, K, BLOCK_K, 1, 1 if LAST else N)
         out = total.to(tl.float32)
         if SCALED:
             a_scale = tl.load(a_scale_ptr + row, mask=row < end, other=0.0)[:, None]
