@@ -509,17 +509,26 @@ BEGIN, END = "<!-- recipes: begin -->", "<!-- recipes: end -->"
 def table() -> str:
     """Returns `OUTCOMES` in Markdown: what works with every recipe, and a table of the rest.
 
-    In the table recipes with equal outcomes share a column.
+    In the table recipes with equal outcomes share a column, and transformations a row.
     """
     everywhere = [t for t in OUTCOMES if all(outcome(t, recipe) == YES for recipe in RECIPES)]
-    others = [t for t in OUTCOMES if t not in everywhere]
-    groups: dict[tuple[str, ...], list[str]] = {}
-    for recipe in RECIPES:
-        groups.setdefault(tuple(outcome(t, recipe) for t in others), []).append(f"`{recipe}`")
-    names = ["all others" if len(group) > 1 else group[0] for group in groups.values()]
-    rows = [("transformation", *names), ("---",) * (1 + len(groups)), *zip(others, *groups)]
-    lines = ["Every recipe works with:", "", *(f"- {t}" for t in everywhere), ""]
-    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+    lines: dict[str, list[str]] = {}
+    for transformation in everywhere:
+        name, *options = transformation.split(", ", 1)
+        lines.setdefault(name, []).extend(options)
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for transformation in (t for t in OUTCOMES if t not in everywhere):
+        row = tuple(outcome(transformation, recipe) for recipe in RECIPES)
+        rows.setdefault(row, []).append(transformation)
+    columns: dict[tuple[str, ...], list[str]] = {}
+    for recipe, *column in zip(RECIPES, *rows, strict=True):
+        columns.setdefault(tuple(column), []).append(f"`{recipe}`")
+    names = ["all others" if len(group) > 1 else group[0] for group in columns.values()]
+    cells = [("transformation", *names), ("---",) * (1 + len(columns))]
+    cells += zip(map(", ".join, rows.values()), *columns, strict=True)
+    listed = [f"- {', '.join([name, *options])}" for name, options in lines.items()]
+    table = [f"| {' | '.join(row)} |" for row in cells]
+    return "\n".join(["Every recipe works with:", "", *listed, "", *table])
 
 
 def with_table(page: str) -> str:
