@@ -24,6 +24,7 @@ class Chip:
       core_count: multiprocessors of an NVIDIA GPU.
       block_formats: recipes of block formats that its matrix units multiply.
       devices: JAX devices per chip.
+      memory: GiB that the driver reports, one for each size that is sold; () if unknown.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Chip:
     core_count: int = 0
     block_formats: tuple[str, ...] = ()
     devices: int = 1
+    memory: tuple[float, ...] = ()
 
     def peak(self, dtype: str) -> float:
         """The peak of products of a dtype such as "int8" or "float8_e4m3fn", T operations/s; 0 without units.
@@ -53,22 +55,22 @@ _BLACKWELL = ("mxfp8", "nvfp4")
 # The first match counts: names that contain others come first.
 CHIPS = (
     Chip("V100", r"V100", "gpu", 125, None, None, "7.0", 80),
-    Chip("A100", r"A[18]00", "gpu", 312, None, 624, "8.0", 108),
-    Chip("A10", r"A10G?\b", "gpu", 125, None, 250, "8.6", 72),
+    Chip("A100", r"A[18]00", "gpu", 312, None, 624, "8.0", 108, memory=(39.4, 79.2)),
+    Chip("A10", r"A10G?\b", "gpu", 125, None, 250, "8.6", 72, memory=(22.1,)),
     Chip("RTX 3090", r"RTX ?3090", "gpu", 71, None, 284, "8.6", 82),
-    Chip("L40S", r"L40S", "gpu", 362, 733, 733, "8.9", 142),
-    Chip("L4", r"\bL4\b", "gpu", 121, 242, 242, "8.9", 58),
+    Chip("L40S", r"L40S", "gpu", 362, 733, 733, "8.9", 142, memory=(44.4,)),
+    Chip("L4", r"\bL4\b", "gpu", 121, 242, 242, "8.9", 58, memory=(22.0,)),
     Chip("RTX 6000 Ada", r"RTX 6000 Ada", "gpu", 364, 729, 729, "8.9", 142),
-    Chip("RTX 4090", r"RTX ?4090", "gpu", 165, 330, 661, "8.9", 128),
+    Chip("RTX 4090", r"RTX ?4090", "gpu", 165, 330, 661, "8.9", 128, memory=(23.5,)),
     Chip("H20", r"H20\b", "gpu", 148, 296, 296, "9.0", 78),
     Chip("H100 PCIe", r"H100 PCIe", "gpu", 756, 1513, 1513, "9.0", 114),
     Chip("H100 NVL", r"H[12]00 NVL", "gpu", 835, 1671, 1671, "9.0", 132),
-    Chip("H100", r"H[18]00", "gpu", 989, 1979, 1979, "9.0", 132),
-    Chip("H200", r"G?H200", "gpu", 989, 1979, 1979, "9.0", 132),  # GH200, too
+    Chip("H100", r"H[18]00", "gpu", 989, 1979, 1979, "9.0", 132, memory=(79.1,)),
+    Chip("H200", r"G?H200", "gpu", 989, 1979, 1979, "9.0", 132, memory=(139.8,)),  # GH200, too
     Chip("B300", r"G?B300", "gpu", 2500, 4500, 160, "10.3", 148, _BLACKWELL),
     Chip("GB200", r"GB200", "gpu", 2500, 5000, 5000, "10.0", 152, _BLACKWELL),
-    Chip("B200", r"B200", "gpu", 2250, 4500, 4500, "10.0", 148, _BLACKWELL),
-    Chip("RTX 5090", r"RTX ?5090", "gpu", 210, 419, 838, "12.0", 170, _BLACKWELL),
+    Chip("B200", r"B200", "gpu", 2250, 4500, 4500, "10.0", 148, _BLACKWELL, memory=(179.1,)),
+    Chip("RTX 5090", r"RTX ?5090", "gpu", 210, 419, 838, "12.0", 170, _BLACKWELL, memory=(31.8,)),
     Chip("TPU v4", r"TPU v4$", "tpu", 275, None, None),
     Chip("TPU v5e", r"TPU v5( lite|e)", "tpu", 197, None, 394),
     Chip("TPU v5p", r"TPU v5", "tpu", 459, None, 918),

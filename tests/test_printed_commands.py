@@ -40,7 +40,7 @@ PROGRAMS = ("python", "make", "pip", "srun", "mpirun", "swjax")
 # A program without argparse: it ends with an error because the run or file does not exist.
 EVALUATE = ("-m", "swjax", "evaluate")
 HARDWARE = re.compile(r"# (one|\d+) (H100|H200)\s*$")
-KINDS = {"H100": "h100-80", "H200": "h200"}
+KINDS = {"H100": "h100", "H200": "h200"}
 COUNTED = re.compile(r"\{(\d+)\.\.\d+\}")
 
 
@@ -186,7 +186,7 @@ def _next(number: str) -> str:
 )
 def test_a_config_fits_the_hardware_that_it_names(path):
     devices, gigabytes = re.search(r"(\d+) GPUs of (\d+) GB", path.read_text()).groups()
-    kind = {"40": "a100-40", "80": "h100-80"}[gigabytes]
+    kind = {"40": "a100-40", "80": "h100"}[gigabytes]
     config, _ = config_lib.parse(["train.py", f"--config={path}", "--workdir=r"])
     plan.check(plan.make(config, plan.Hardware.parse(f"{kind}:{devices}")))
 

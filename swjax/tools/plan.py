@@ -6,6 +6,7 @@ predict the time.
 
 import contextlib
 import dataclasses
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -36,20 +37,6 @@ from swjax.training.state.initialization import check_parameters
 from swjax.training.state.mirror import Mirror
 from swjax.training.state.model_of_weights import settle_model
 
-# Memory of a GPU in GiB, as its driver reports it.
-GPUS = {
-    "b200": 179.1,
-    "h200": 139.8,
-    "h100-80": 79.1,
-    "a100-80": 79.2,
-    "a100-40": 39.4,
-    "l40s": 44.4,
-    "a10g": 22.1,
-    "l4": 22.0,
-    "rtx5090": 31.8,
-    "rtx4090": 23.5,
-}
-ALIASES = {"h100": "h100-80", "a100": "a100-40", "4090": "rtx4090", "5090": "rtx5090"}
 # Training throughput in images per second on one GPU, at 224 pixels, with half of the patches dropped:
 # (no block recomputed, all blocks recomputed). These are the newest rows of train_step_matrix_h200.json,
 # train_step_h200.json and train_step_h100.json in benchmarks/results. None was not measured.
@@ -72,7 +59,7 @@ RATES: dict[str, dict[tuple[str, str], tuple[int, int | None]]] = {
         ("vit_b32", "switchback_hadamard"): (13610, None),
         ("vit_b32", "fp8_switchback"): (13590, 11490),
     },
-    "h100-80": {
+    "h100": {
         ("vit_h14", "standard"): (746, None),
         ("vit_h14", "switchback"): (904, None),
         ("vit_h14", "switchback_hadamard"): (890, None),
@@ -99,14 +86,17 @@ class Hardware(NamedTuple):
     """The devices that a plan is for.
 
     Attributes:
-      kind: a key of `GPUS`, the memory of an unknown device, or the kind of this machine's devices.
+      kind: a GPU of `swjax.kernels.chips`, with its size if there are several, as in "a100-40"; the memory of
+        another device; or the kind of this machine's devices.
       devices: number of devices.
       limit: bytes that JAX may use on each device, or None if unknown.
+      memory: GiB of each device, as its driver reports it, or None if unknown.
     """
 
     kind: str
     devices: int
     limit: float | None
+    memory: float | None = None
 
     @classmethod
     def parse(cls, text: str) -> "Hardware":
@@ -118,25 +108,45 @@ class Hardware(NamedTuple):
           ConfigError: the kind is unknown, or the count is not a positive number.
 
         >>> Hardware.parse("H100:8").kind, Hardware.parse("48GiB").limit / 2**30
-        ('h100-80', 36.0)
+        ('h100', 36.0)
         """
         if not text:
             device = jax.devices()[0]
             stats = (device.memory_stats() or {}) if device.platform == "gpu" else {}
             return cls(device.device_kind, jax.device_count(), stats.get("bytes_limit"))
         name, _, count = text.partition(":")
-        kind = ALIASES.get(name.lower(), name.lower())
-        memory = re.fullmatch(r"(\d+(?:\.\d+)?)gib", kind)
-        gib = GPUS.get(kind) or float(memory[1] if memory else 0)
-        if not gib:
-            known = ", ".join([*ALIASES, *GPUS])
+        size = re.fullmatch(r"(\d+(?:\.\d+)?)gib", name.lower())
+        found = (name.lower(), float(size[1])) if size else _gpu(name)
+        if not found or not found[1]:
+            known = ", ".join(_kind(chip, gib) for chip in chips.CHIPS for gib in chip.memory)
             raise ConfigError(
                 f"--hardware={text} is unknown: choose from {known}, or write the memory of a device, such "
                 "as 48GiB:8"
             )
         if not (count or "1").isdecimal() or int(count or 1) < 1:
             raise ConfigError(f"--hardware={text}: write KIND:COUNT, such as {name}:8")
-        return cls(kind, int(count or 1), fraction() * gib * GIB)
+        kind, gib = found
+        return cls(kind, int(count or 1), fraction() * gib * GIB, None if size else gib)
+
+
+def _kind(chip: chips.Chip, gib: float) -> str:
+    size = f"-{math.ceil(gib)}" * (len(chip.memory) > 1)
+    return chip.name.lower().replace(" ", "") + size
+
+
+def _gpu(name: str) -> tuple[str, float] | None:
+    """The kind and the GiB of a GPU by one of its names; None if its memory is unknown.
+
+    >>> _gpu("A100"), _gpu("4090"), _gpu("h100-80"), _gpu("h100-40")
+    (('a100-40', 39.4), ('rtx4090', 23.5), ('h100', 79.1), None)
+    """
+    model, _, size = name.partition("-")
+    for chip in chips.CHIPS:
+        named = any(re.fullmatch(chip.device_kind, each, re.I) for each in (model, f"rtx{model}"))
+        for gib in chip.memory if named else ():
+            if size in ("", str(math.ceil(gib))):
+                return _kind(chip, gib), gib
+    return None
 
 
 def fraction() -> float:
@@ -341,10 +351,10 @@ def check(plan: Plan) -> None:
 def _limit(hardware: Hardware) -> str:
     if hardware.limit is None:
         return "; its memory is unknown: name a GPU with --hardware"
-    if hardware.kind not in GPUS:
+    if hardware.memory is None:
         return f", {_gib(hardware.limit)} each for JAX"
     return (
-        f", {GPUS[hardware.kind]:.1f} GiB each, of which JAX takes {_gib(hardware.limit)} "
+        f", {hardware.memory:.1f} GiB each, of which JAX takes {_gib(hardware.limit)} "
         f"(XLA_PYTHON_CLIENT_MEM_FRACTION={fraction():g})"
     )
 
@@ -458,4 +468,4 @@ def show(config: ConfigDict, hardware: str) -> int:
     return 0
 
 
-__all__ = ["GPUS", "RATES", "Hardware", "Plan", "check", "lines", "make", "show"]
+__all__ = ["RATES", "Hardware", "Plan", "check", "lines", "make", "show"]
