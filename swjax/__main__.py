@@ -37,7 +37,7 @@ COMMANDS = {
     "compare": "swjax.tools.compare_precision",
     "data": "swjax.report.data_check",
     "convert": "swjax.data.convert",
-    "export": "swjax.inference.to_others",
+    "export": "swjax.inference.export_command",
 }
 # Commands of these commands, for suggestions.
 NESTED = ("diagnostics replay", "data check", "data verify")

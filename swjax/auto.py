@@ -9,10 +9,10 @@ from swjax.kernels import chips, targets
 
 NAME = "auto"
 
-# The least k n / (k + n) of a weight [k, n] whose int8 weight gradient is faster than a 16-bit one. The
-# products take time in proportion to k n, the rotations of x and g in proportion to k + n. Measured on H200s:
-# the mean of ViT-L/14's weights is 683 and of Qwen3-0.6B's 699, where it does not pay; that of ViT-H/14's is
-# 853, where it does (docs/speed.md).
+# The least k n / (k + n) of weights [k, n] whose int8 weight gradient is faster than a 16-bit one. Products
+# take time in proportion to k n, the rotations of x and g in proportion to k + n. Counted from operations and
+# bytes, both are equal at 660 on an H200. Measured there, ViT-L/14 (683 on average) and Qwen3-0.6B (699)
+# lose, and ViT-H/14 (853) gains (docs/speed.md).
 LEAST_WIDTH = 768
 
 
@@ -25,7 +25,7 @@ def choose(*shapes: tuple[int, ...], quietly: bool = False) -> str:
 
     Args:
       *shapes: (k, n) of the weights that follow the recipe. "switchback_hadamard" is chosen only if they are
-        known and wide enough (`LEAST_WIDTH`), on GPUs with a kernel for its weight gradient (Hopper).
+        known and wide enough (`rotations_pay`), on GPUs with a kernel for its weight gradient (Hopper).
       quietly: whether to print nothing.
 
     >>> with targets.compiling_for("H200"):
@@ -37,7 +37,7 @@ def choose(*shapes: tuple[int, ...], quietly: bool = False) -> str:
     """
     target = targets.current()
     name, reason = _of(target)
-    if name == "switchback" and target.compute_capability == "9.0" and _are_wide(shapes):
+    if name == "switchback" and target.compute_capability == "9.0" and rotations_pay(*shapes):
         name = "switchback_hadamard"
     if not quietly:
         _tell(name, f"{target.device_kind}: {reason}")
@@ -70,8 +70,12 @@ def chip_of(target: targets.Target) -> chips.Chip | None:
     return next(alike, None)
 
 
-def _are_wide(shapes: Iterable[tuple[int, ...]]) -> bool:
-    shapes = tuple(shapes)
+def rotations_pay(*shapes: tuple[int, ...]) -> bool:
+    """Whether int8 weight gradients of these weights [k, n] are worth their rotations, with Hopper's kernels.
+
+    >>> rotations_pay((4096, 14_336)), rotations_pay((4096, 768)), rotations_pay()
+    (True, False, False)
+    """
     products, rotations = sum(k * n for k, n in shapes), sum(k + n for k, n in shapes)
     return bool(shapes) and products >= LEAST_WIDTH * rotations
 

@@ -202,6 +202,18 @@ class Recipe:
                 "rotates along another axis; set it to 1, or save_quantized=False"
             )
 
+    @property
+    def quantizes_weight_once(self) -> bool:
+        """Whether fwd and dgrad read the same quantized weight.
+
+        >>> [RECIPES[name].quantizes_weight_once for name in ("switchback", "switchback_q")]
+        [True, False]
+        """
+        if self.fwd is None or self.dgrad is None:
+            return False
+        rhs = self.fwd.rhs
+        return rhs == self.dgrad.rhs and rhs.scope == "tensor" and rhs.rotation == 1
+
     def rotating(self, k: int, n: int) -> "Recipe":
         """The recipe with rotations of fwd that divide k features, and of dgrad that divide n features.
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from swjax import auto
 from swjax.kernels import dispatch, reference, targets
 from swjax.kernels.reference import QTensor
 from swjax.linear.checks import OPERAND_DTYPES
@@ -20,11 +21,7 @@ from swjax.recipes import LONGEST_INT8_SUM, Product, Quantizer, Recipe
 
 PRODUCTS = ("ragged_matmul", "ragged_weight_gradient", "ragged_block_weight_gradient")
 
-# Where a quantized weight gradient [k, n] of experts is worth its rotations. The product takes less time in
-# int8, in proportion to k n, and reading, rotating and writing the rows takes time in proportion to k + n.
-# By operations and bytes both are equal at k n / (k + n) = 660 on an H200 with Mosaic's product. Experts of
-# few rows leave most of their last block empty.
-LEAST_RATIO = 700
+# Experts of fewer rows leave most of their last block of rotated rows empty.
 LEAST_ROWS = 512
 
 
@@ -47,14 +44,6 @@ class ExpertLayer:
     w_dtype: str | None
     implementation: str | None = None
     precision: jax.lax.PrecisionLike = None
-
-    @property
-    def quantizes_weight_once(self) -> bool:
-        """Whether the forward product and the input gradient read the same quantized weight."""
-        fwd, dgrad = self.recipe.fwd, self.recipe.dgrad
-        if fwd is None or dgrad is None:
-            return False
-        return self.recipe.save_quantized or (fwd.rhs == dgrad.rhs and fwd.rhs.scope == "tensor")
 
     @property
     def reads_last_axis(self) -> bool:
@@ -85,7 +74,7 @@ def forward_weight(w: jax.Array | QTensor, layer: ExpertLayer) -> Operand:
         return Operand(transposed=w)
     if fwd is None:
         return Operand(w)
-    if layer.reads_last_axis and layer.quantizes_weight_once and fwd.rhs.scope == "tensor":
+    if layer.reads_last_axis and layer.recipe.quantizes_weight_once:
         absmax = reference.absolute_maximum(w, (1, 2)).reshape(len(w), 1)
         forms = dispatch.run(
             "quantize_both", w, absmax, dtype=fwd.rhs.dtype, implementation=layer.implementation
@@ -100,7 +89,7 @@ def forward_weight(w: jax.Array | QTensor, layer: ExpertLayer) -> Operand:
 def saved_weight(w: jax.Array | QTensor, forms: Operand, layer: ExpertLayer) -> Operand:
     """What the backward pass reads of a weight; fp8 values as bytes."""
     if not isinstance(w, QTensor):
-        if not layer.quantizes_weight_once:
+        if not (layer.recipe.quantizes_weight_once or layer.recipe.save_quantized):
             return Operand(w)
         transposed = forms.transposed if forms.quantized is None else None
         forms = Operand(None, forms.quantized, transposed)
@@ -198,15 +187,17 @@ def weight_gradients(
 ) -> tuple[jax.Array | None, ...]:
     """``xT g`` over the rows of each expert, for each g; None for a quantized weight.
 
-    `layers` have one recipe, and weights of one shape.
+    `layers` have one recipe, and weights of one shape. Where rotations do not pay, a recipe that quantizes
+    this product computes it in the dtype of x.
     """
     dtypes = {layer.w_dtype for layer in layers} - {None}
     if not dtypes:
         return (None,) * len(layers)
     gs = tuple(g.astype(x.dtype) for g in gs)
     options: dict[str, Any] = {"implementation": _implementation(x, layers[0])}
-    product, shape = layers[0].recipe.wgrad, (len(group_sizes), x.shape[1], gs[0].shape[1])
-    if product is not None and rotations_pay(len(x), shape):
+    product, shape = layers[0].recipe.wgrad, (x.shape[1], gs[0].shape[1])
+    pays = len(x) >= len(group_sizes) * LEAST_ROWS and auto.rotations_pay(shape)
+    if product is not None and pays:
         lhs, rhs = product.lhs, product.rhs
         rotated: dict[str, Any] = {
             "dtypes": (lhs.dtype, rhs.dtype),
@@ -227,18 +218,6 @@ def weight_gradients(
         run(g, group_sizes, out_dtype=layer.w_dtype) if layer.w_dtype else None
         for g, layer in zip(gs, layers, strict=True)
     )
-
-
-def rotations_pay(m: int, shape: tuple[int, ...]) -> bool:
-    """Whether a quantized weight gradient is worth its rotations, for m rows and weights [e, k, n].
-
-    If not, a recipe that quantizes it computes it in the dtype of x.
-
-    >>> [rotations_pay(32_768, (8, 4096, n)) for n in (14_336, 768)]
-    [True, False]
-    """
-    e, k, n = shape
-    return m >= e * LEAST_ROWS and k * n >= LEAST_RATIO * (k + n)
 
 
 def _implementation(a: jax.Array | QTensor, layer: ExpertLayer) -> str | None:

@@ -50,14 +50,6 @@ class Layer:
     precision: jax.lax.PrecisionLike = None
 
     @property
-    def quantizes_weight_once(self) -> bool:
-        """Whether the forward product and the input gradient read the same quantized weight."""
-        fwd, dgrad = self.recipe.fwd, self.recipe.dgrad
-        if fwd is None or dgrad is None:
-            return False
-        return fwd.rhs == dgrad.rhs and fwd.rhs.scope == "tensor" and fwd.rhs.rotation == 1
-
-    @property
     def rotated_weight(self) -> int:
         """The rotation along k of a weight that is quantized already; 1 for no rotation."""
         fwd = self.recipe.fwd

@@ -126,7 +126,7 @@ def _quantized_weight(w: jax.Array | QTensor, layer: Layer) -> Operand:
         return Operand(transposed=w)
     if fwd is None or fwd.in_blocks:  # blocks extend along the axis that a product sums over
         return Operand(w)
-    if layer.quantizes_weight_once and layer.reads_last_axis:
+    if layer.recipe.quantizes_weight_once and layer.reads_last_axis:
         known = Operand(None, *quantize_weight_both_ways(w, fwd.rhs.dtype, layer))
     else:
         known = read(fwd.rhs, Operand(w), layer.sharding.w, 0, layer)
@@ -154,7 +154,7 @@ def _saved_weight(w: jax.Array | QTensor, forms: Operand, layer: Layer) -> Opera
     recipe = layer.recipe
     if isinstance(w, QTensor):
         return forms
-    if not (layer.quantizes_weight_once or recipe.save_quantized):
+    if not (recipe.quantizes_weight_once or recipe.save_quantized):
         return Operand(w)
     products = recipe.fwd, recipe.dgrad
     with_outliers = any(product.outlier_threshold for product in products if product)
