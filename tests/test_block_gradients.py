@@ -78,10 +78,12 @@ def test_kernels_are_the_transcription_in_float64(operation, implementation, sha
     x, g = (
         jnp.asarray(drawn("log-normal", tokens, features, features), dtype) for features in (k, n)
     )
-    got = implementations.run(operation, x, g, implementation=implementation, **OPTIONS)
+    out_dtype, floor = {"bfloat16": ("float32", 55), "float16": ("bfloat16", 46)}[dtype]
+    options = OPTIONS | {"out_dtype": out_dtype}
+    got = implementations.run(operation, x, g, implementation=implementation, **options)
     rotated = [oracle.rotated(np.asarray(a.astype("float32"), np.float64)) for a in (x, g)]
     want = sum(oracle.int8(a, 0).T @ oracle.int8(b, 0) for a, b in zip(*rotated, strict=True))
-    assert snr_db(got, want) > 55
+    assert got.dtype == out_dtype and snr_db(got, want) > floor
 
 
 @implementations.each(

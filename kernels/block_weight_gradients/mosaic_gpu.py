@@ -27,6 +27,7 @@ from swjax.kernels.weight_gradients.mosaic_gpu import (
 # A thread holds two sums of each element, that of a block in int32 and that of all blocks in float32: 80 and
 # 80 registers. Other tiles were 15 to 40% slower: benchmarks/notes/int8_weight_gradients.md.
 COLUMNS = 160
+PIECE = 32  # columns written at a time, for any dtype
 # Slots of the rings, and the time of writing a slice, measured on an H200.
 STAGES, WRITE_TOKENS = 5, 1500
 
@@ -134,8 +135,7 @@ def block_weight_gradient_group(
         for operand in (x, *gs)
     )
     x_scale /= rotation  # exact: both operands are sqrt(rotation) too large
-    dws = block_products(x, x_scale, *zip(*of_gs), slices=slices, **launch)
-    return tuple(dw.astype(out_dtype) for dw in dws)
+    return block_products(x, x_scale, *zip(*of_gs), out_dtype=out_dtype, slices=slices, **launch)
 
 
 def block_products(
@@ -144,6 +144,7 @@ def block_products(
     gs: tuple[jax.Array, ...],
     g_scales: tuple[jax.Array, ...],
     *,
+    out_dtype: str,
     slices: Slices | None = None,
     multiprocessors: int | None = None,
     interpret: Any = None,
@@ -155,11 +156,12 @@ def block_products(
       x_scale: [blocks, k].
       gs: [n, blocks * length] int8 each.
       g_scales: [blocks, n] each.
+      out_dtype: dtype of the results.
       slices: how the blocks of tokens are cut into slices; None chooses.
       multiprocessors, interpret: for tests.
 
     Returns:
-      float32 [k, n] for each g.
+      [k, n] in `out_dtype` for each g.
     """
     (k, tokens), n, count, layers = x.shape, len(gs[0]), len(x_scale), len(gs)
     columns = pl.cdiv(n, COLUMNS)
@@ -189,13 +191,14 @@ def block_products(
     def padded(scale, length):
         return jnp.pad(scale, ((0, 0), (0, length - scale.shape[1])))
 
-    return pipeline.launch(
+    dws = pipeline.launch(
         weight_gradient_blocks_kernel,
-        (jax.ShapeDtypeStruct((k, n), jnp.float32),) * layers,
+        (jax.ShapeDtypeStruct((k, n), schedule.written_dtype(out_dtype)),) * layers,
         rings=[((TILE_M, LINE), x.dtype), ((COLUMNS, LINE), x.dtype)],
         stages=BlockWeightGradientWork.stages,
         blocks=blocks,
         cluster=1,
+        piece=PIECE,
         interpret=interpret,
     )(
         x,
@@ -203,6 +206,7 @@ def block_products(
         padded(x_scale, grid[0] * TILE_M),
         jnp.concatenate([padded(scale, columns * COLUMNS) for scale in g_scales], axis=1),
     )
+    return tuple(dw.astype(out_dtype) for dw in dws)
 
 
 def why_not_group(

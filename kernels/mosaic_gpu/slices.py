@@ -149,6 +149,10 @@ class Schedule:
         """Number of blocks with an early slice. They come first."""
         return self.cut_count if self.early_steps else 0
 
+    def written_dtype(self, out_dtype: jax.typing.DTypeLike) -> jax.typing.DTypeLike:
+        """The dtype in which a kernel writes gradients of `out_dtype`: slices are added in float32."""
+        return "float32" if self.adds_slices else out_dtype
+
     @property
     def adds_slices(self) -> bool:
         """Whether a tile has several slices, which are added."""

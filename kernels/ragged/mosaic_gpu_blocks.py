@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from swjax.kernels import tiles
 from swjax.kernels.availability import Unavailable
-from swjax.kernels.block_weight_gradients.mosaic_gpu import COLUMNS, STAGES
+from swjax.kernels.block_weight_gradients.mosaic_gpu import COLUMNS, PIECE, STAGES
 from swjax.kernels.block_weight_gradients.mosaic_gpu import why_not as why_not_blocks
 from swjax.kernels.mosaic_gpu import pipeline
 from swjax.kernels.mosaic_gpu.pipeline import HALF, LINE, TILE_M, Ref, Scratch, SumSteps
@@ -124,7 +124,7 @@ class RaggedBlocksWork:
 
     def store(self, unit: jax.Array, sums: jax.Array, half: jax.Array) -> None:
         number, row, column = self.place(unit)
-        piece = pipeline.piece_of(self.out.dtype)
+        piece = self.scratch.out.shape[-1]
         area = pl.ds(row + half * HALF, HALF), pl.ds(column, COLUMNS)
         pipeline.store_tile(
             lambda at: sums[:, at : at + piece],
@@ -177,16 +177,16 @@ def ragged_block_weight_gradient(
             jnp.pad(scale, ((0, 0), (0, count * tile - scale.shape[1])))
             for scale, count, tile in zip((a_scale, b_scale), grid, (TILE_M, COLUMNS))
         ]
-        dw = pipeline.launch(
+        return pipeline.launch(
             ragged_blocks_kernel,
-            jax.ShapeDtypeStruct((groups, k, n), jnp.float32),
+            jax.ShapeDtypeStruct((groups, k, n), out_dtype),
             rings=[((TILE_M, LINE), a.dtype), ((COLUMNS, LINE), b.dtype)],
             stages=STAGES,
             blocks=of_groups.blocks,
             cluster=1,
+            piece=PIECE,
             interpret=interpret,
         )(*tables, a, b, *padded)
-        return dw.astype(out_dtype)
 
     return tuple(product(*of_g) for of_g in of_gs)
 

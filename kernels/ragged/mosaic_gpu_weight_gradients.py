@@ -145,7 +145,7 @@ class RaggedGradientWork:
 
     def store(self, unit: jax.Array, sums: jax.Array, half: jax.Array) -> None:
         place, row, column = self.tiles.place(self.block, unit)
-        piece = pipeline.piece_of(self.out.dtype)
+        piece = self.scratch.out.shape[-1]
         area = pl.ds(row * TILE_M + half * HALF, HALF), pl.ds(column * TILE_N, TILE_N)
         pipeline.store_tile(
             lambda at: sums[:, at : at + piece],
@@ -185,16 +185,15 @@ def ragged_weight_gradient(
         pipeline.run(RaggedGradientWork(of_groups, inputs, out, scratch, block), scratch)
 
     step = LINE // x.dtype.itemsize
-    dw = pipeline.launch(
+    return pipeline.launch(
         ragged_weight_gradient_kernel,
-        jax.ShapeDtypeStruct((groups, k, n), jnp.float32),
+        jax.ShapeDtypeStruct((groups, k, n), out_dtype),
         rings=[((step, TILE_M), x.dtype), ((step, TILE_N), g.dtype)],
         stages=STAGES,
         blocks=of_groups.blocks,
         cluster=1,
         interpret=interpret,
     )(*largest_first(starts, ends - starts), x, g)
-    return dw.astype(out_dtype)
 
 
 def why_not_weight_gradient(x: jax.Array, g: jax.Array, *_: Any, **__: Any) -> Unavailable | None:

@@ -124,7 +124,7 @@ class WeightGradientWork:
         """
         part, schedule = self.part(unit), self.spec.schedule
         (row, column), layer = self.corner(unit), self.position(unit)[2]
-        piece = pipeline.piece_of(self.outs[0].dtype)
+        piece = self.scratch.out.shape[-1]
         area = pl.ds(row + half * HALF, HALF), pl.ds(column, self.columns)
         pieces, buffers = lambda at: sums[:, at : at + piece], self.scratch.out.at[half]
 
@@ -209,7 +209,7 @@ def weight_gradient_group(
 
     dws = pipeline.launch(
         weight_gradient_kernel,
-        (jax.ShapeDtypeStruct((k, n), jnp.float32),) * layers,
+        (jax.ShapeDtypeStruct((k, n), schedule.written_dtype(out_dtype)),) * layers,
         rings=[((step_tokens, TILE_M), x.dtype), ((step_tokens, TILE_N), x.dtype)],
         stages=WeightGradientWork.stages,
         blocks=blocks,
