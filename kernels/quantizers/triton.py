@@ -310,7 +310,7 @@ def quantize_both(
 
 
 def _quantize_stack(x: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Quantizes each matrix of a stack [e, m, n] with one scale: the values, their transposes, and scales [e].
+    """Quantizes each matrix of a stack [e, m, n] with one scale: values, their transposes, and scales [e].
 
     Each matrix is read twice, the second time from the L2 cache if it has at most some 12 MB.
     """
