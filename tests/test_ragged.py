@@ -303,6 +303,33 @@ def test_experts_of_any_program():
     assert (again.reason, again.flops) == ("already quantized", 2 * ROWS * K * N)
 
 
+def test_only_tokens_move_between_the_devices_of_converted_experts():
+    """A program that sends rows to the devices of their experts is converted, and gathers no weight."""
+    mesh = jax.make_mesh((2,), ("experts",), axis_types=(AxisType.Auto,))
+
+    def exchange(x):
+        halves = x.reshape(2, -1, x.shape[-1])
+        return jax.lax.all_to_all(halves, "experts", 0, 0).reshape(x.shape)
+
+    def of_device(w, x, sizes):
+        y = jax.lax.ragged_dot(exchange(x), w["in"], sizes)
+        return exchange(jax.lax.ragged_dot(jax.nn.relu(y), w["out"], sizes))
+
+    plain = jax.shard_map(of_device, mesh=mesh, in_specs=P("experts"), out_specs=P("experts"))
+    int8 = swjax.quantized(plain)
+    loss = lambda fn: lambda *arrays: jnp.mean(fn(*arrays) ** 2)
+    twice = lambda tree: jax.tree.map(lambda a: jnp.concatenate([a, a]), tree)
+    arrays = twice(({"in": W, "out": PARAMS["wo"].mT}, X, SIZES))
+    arrays = jax.device_put(arrays, jax.NamedSharding(mesh, P("experts")))
+    got, want = (jax.jit(jax.grad(loss(fn)))(*arrays) for fn in (int8, plain))
+    for name in want:
+        assert 0 < jnp.linalg.norm(got[name] - want[name]) < 0.05 * jnp.linalg.norm(want[name])
+    moved = [
+        each for each in swjax.testing.collectives(jax.grad(loss(int8)), *arrays) if each.shape
+    ]
+    assert {each.op for each in moved} == {"all-to-all"}, moved
+
+
 def test_experts_without_a_recipe_are_named_in_the_error():
     with pytest.raises(ValueError, match="ragged .* parameter 'wi': .*weight gradient.*'standard'"):
         swjax.quantized(experts, {"w.": "llm_int8"})(PARAMS, X)
