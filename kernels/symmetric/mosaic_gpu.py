@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import jax
@@ -13,35 +14,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from swjax.kernels import tiles
 from swjax.kernels.availability import Unavailable
 from swjax.kernels.mosaic_gpu import pipeline
-from swjax.kernels.mosaic_gpu.pipeline import HALF, LINE, TILE_M, TILE_N, Ref, SumSteps
+from swjax.kernels.mosaic_gpu.pipeline import HALF, LINE, TILE_M, TILE_N, Ref, Scratch, SumSteps
 
 STEP = LINE // 2  # elements of a step along the contracted axis
 PIECE = LINE // 2  # rows and columns that are written at a time
 CLUSTER = (
     2  # its blocks compute tiles above each other, TILE_N rows, and load their columns of b once
 )
-
-
-@dataclass(frozen=True)
-class SymmetricScratch:
-    """The shared memory of a block, in the order of the kernel's arguments.
-
-    Attributes:
-      a, b: rings of operands, [stages, ...].
-      out: [2, number, HALF, PIECE], buffers of each compute warpgroup: one for each piece of the addend, or
-        a single one.
-      mirrored: [2, PIECE, HALF], a buffer of each compute warpgroup for the transposes of pieces.
-      full, empty: a barrier for each slot of the rings.
-      addend: a barrier for each compute warpgroup: its part of the addend has arrived.
-    """
-
-    a: Ref
-    b: Ref
-    out: Ref
-    mirrored: Ref
-    full: Ref
-    empty: Ref
-    addend: Ref
 
 
 @dataclass(frozen=True)
@@ -53,8 +32,8 @@ class SymmetricWork:
     Attributes:
       a, b, addend, factors, out: arguments and result of `reference.symmetric_product`.
       by_columns: whether a and b are [batch, k, m].
-      stages: slots of the rings.
-      block: the number of the cluster.
+      stages: number of slots of the rings.
+      block: the number of the cluster, of `clusters`.
     """
 
     a: Ref
@@ -62,7 +41,7 @@ class SymmetricWork:
     addend: Ref
     factors: Ref
     out: Ref
-    scratch: SymmetricScratch
+    scratch: Scratch
     by_columns: bool
     stages: int
     block: jax.Array
@@ -141,46 +120,61 @@ class SymmetricWork:
         return len(self.addend.shape) == 3
 
     def store(self, unit: jax.Array, sums: jax.Array, half: jax.Array) -> None:
+        """Writes the pieces on and below the diagonal, and their transposes."""
         matrix, row, column = self.corner(unit)
         row += half * HALF
-        product, added, identity = (self.factors[matrix, i] for i in range(3))
         if self.has_addend:
             plgpu.barrier_wait(self.scratch.addend.at[half])
         for number in range(TILE_N // PIECE):
             at = column + number * PIECE
+            piece = sums[:, number * PIECE : (number + 1) * PIECE]
             buffer = self.scratch.out.at[half, number if self.has_addend else 0]
-            mirrored = self.scratch.mirrored.at[half]
+            write = partial(self.write, piece, buffer, self.scratch.mirrored.at[half])
+            pl.when(at < row)(partial(write, (matrix, row, at), on_diagonal=False))
+            pl.when(at == row)(partial(write, (matrix, row, at), on_diagonal=True))
 
-            def value(number: int = number, buffer: Ref = buffer) -> jax.Array:
-                """The piece, without the identity."""
-                y = sums[:, number * PIECE : (number + 1) * PIECE] * product
-                return y + added * buffer[...].astype(jnp.float32) if self.has_addend else y
+    def write(
+        self,
+        sums: jax.Array,
+        buffer: Ref,
+        mirrored: Ref,
+        place: tuple[jax.Array, jax.Array, jax.Array],
+        *,
+        on_diagonal: bool,
+    ) -> None:
+        """Writes a piece and its transpose. On the diagonal they are one piece.
 
-            def write(y: jax.Array, at: jax.Array = at, buffer: Ref = buffer) -> None:
-                """Copies a piece and its transpose to global memory."""
-                plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the transpose may be on its way
-                buffer[...] = y
-                plgpu.commit_smem()
-                rows, columns = pl.ds(row, HALF), pl.ds(at, PIECE)
-                plgpu.copy_smem_to_gmem(buffer, self.out.at[matrix, rows, columns])
-                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-                mirrored.T[...] = y
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(mirrored, self.out.at[matrix, columns, rows])
-
-            @pl.when(at < row)
-            def _(value: Callable = value, write: Callable = write) -> None:
-                write(value().astype(self.out.dtype))
-
-            @pl.when(at == row)
-            def _(value: Callable = value, write: Callable = write) -> None:
-                i, j = (pipeline.iota((HALF, PIECE), axis) for axis in range(2))
-                y = value() + jnp.where(i == j, identity, 0.0)
-                y = y.astype(self.out.dtype)
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                mirrored.T[...] = y
-                plgpu.commit_smem()
-                write(jnp.where(i >= j, y, mirrored[...]))
+        Args:
+          sums: [HALF, PIECE] float32.
+          buffer: of the piece; it holds that of the addend.
+          mirrored: the buffer of the transpose.
+          place: the matrix, and the piece's first row and column.
+          on_diagonal: whether row and column are equal.
+        """
+        matrix, row, column = place
+        rows, columns = pl.ds(row, HALF), pl.ds(column, PIECE)
+        y = sums * self.factors[matrix, 0]
+        if self.has_addend:
+            y = y + self.factors[matrix, 1] * buffer[...].astype(jnp.float32)
+        if on_diagonal:
+            i, j = (pipeline.iota(y.shape, axis) for axis in range(2))
+            y = (y + jnp.where(i == j, self.factors[matrix, 2], 0.0)).astype(buffer.dtype)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            mirrored.T[...] = y
+            plgpu.commit_smem()
+            y = jnp.where(i >= j, y, mirrored[...])
+            plgpu.commit_smem()
+        else:
+            y = y.astype(buffer.dtype)
+            # Pieces and transposes take turns, so all copies but the last one have read their buffer.
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+            buffer[...] = y
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(buffer, self.out.at[matrix, rows, columns])
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+        mirrored.T[...] = y
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(mirrored, self.out.at[matrix, columns, rows])
 
 
 def symmetric_product(
@@ -206,20 +200,12 @@ def symmetric_product(
     clusters = (multiprocessors or tiles.multiprocessors()) // CLUSTER
     stages, pieces = (4, 1) if addend is None else (3, TILE_N // PIECE)
 
-    def symmetric_kernel(a, b, addend, factors, out, *scratch):
-        work = SymmetricWork(
-            a,
-            b,
-            addend,
-            factors,
-            out,
-            SymmetricScratch(*scratch),
-            by_columns,
-            stages,
-            lax.axis_index("block"),
-            clusters,
-        )
-        pipeline.run(work, work.scratch)
+    def symmetric_kernel(a, b, addend, factors, result, *refs):
+        *rings, out, mirrored, full, empty, arrived = refs
+        scratch = Scratch(*rings, out, full, empty, arrived, mirrored=mirrored)
+        inputs, block = (a, b, addend, factors, result), lax.axis_index("block")
+        work = SymmetricWork(*inputs, scratch, by_columns, stages, block, clusters)
+        pipeline.run(work, scratch)
 
     arrivals: dict[str, Any] = dict(num_arrivals=2, num_barriers=stages)
     ring = lambda length: (stages, STEP, length) if by_columns else (stages, length, STEP)
