@@ -427,6 +427,7 @@ def test_mosaic_ragged_products_lower_for_hopper(case):
     assert "mosaic_gpu" in program
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the kernel needs jax 0.11")
 @pytest.mark.parametrize("contract, addend", [(-2, False), release(-1, True)])
 def test_mosaic_symmetric_products_lower_for_hopper(contract, addend):
     x, gram = array((32, 5120, 1280), "float16"), array((32, 1280, 1280), "float16")

@@ -231,6 +231,8 @@ def symmetric_product(
 
 def why_not(a: jax.Array, *_: Any, contract: int = -1, **__: Any) -> Unavailable | None:
     """Why the kernel cannot multiply these operands; None: it can."""
+    if jax.__version_info__ < (0, 11):
+        return Unavailable(f"needs jax 0.11, got {jax.__version__}: update jax, or use 'triton'")
     if a.dtype not in (jnp.bfloat16, jnp.float16):
         return Unavailable(f"is for 16-bit operands, got {a.dtype}: use 'xla'")
     m, k = a.shape[1:] if contract == -1 else a.shape[:0:-1]
