@@ -1,7 +1,7 @@
 """Times an update of the matrices of a model's blocks by Muon, in several forms, and by StableAdamW.
 
     python benchmarks/optimizers.py --out=benchmarks/results/optimizers_update.json
-    python benchmarks/optimizers.py --tiles           # tiles of the symmetric product, against XLA's product
+    python benchmarks/optimizers.py --symmetric       # kernels of the symmetric product, and XLA's product
     python benchmarks/optimizers.py --smoke           # tiny, on any machine
 
 An update reads gradients and parameters in float32, and writes parameters and state in place. Gradients are
@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.kernels import timing  # noqa: E402
 from swjax.diagnostics import device_time  # noqa: E402
-from swjax.kernels import dispatch  # noqa: E402
+from swjax.kernels import dispatch, reference  # noqa: E402
 from swjax.optax import eight_bit_moments, muon, newton_schulz, orthogonal, stable_adamw  # noqa: E402
 
 REPEATS = 3
@@ -100,11 +100,14 @@ OPTIMIZERS = {
         "xla",
         each_step_on_x,
     ),
-    "Muon, XLA, bf16": (lambda params: muon(1e-4, every, dtype="bfloat16"), "xla", None),
     "Muon, XLA, float16": (lambda params: muon(1e-4, every, dtype="float16"), "xla", None),
-    "Muon, triangles, bf16": (lambda params: muon(1e-4, every, dtype="bfloat16"), "triton", None),
-    "Muon, triangles, float16": (lambda params: muon(1e-4, every, dtype="float16"), "triton", None),
-    "Muon, chosen, float16": (lambda params: muon(1e-4, every, dtype="float16"), None, None),
+    "Muon, Triton, float16": (lambda params: muon(1e-4, every, dtype="float16"), "triton", None),
+    "Muon, Mosaic, float16": (
+        lambda params: muon(1e-4, every, dtype="float16"),
+        "mosaic_gpu",
+        None,
+    ),
+    "Muon, Mosaic, bf16": (lambda params: muon(1e-4, every, dtype="bfloat16"), "mosaic_gpu", None),
     "Muon, chosen, Polar Express": (
         lambda params: muon(1e-4, every, dtype="float16", coefficients="polar_express"),
         None,
@@ -136,21 +139,21 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Times updates; see the top of the file.")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
-    parser.add_argument("--tiles", action="store_true", help="tiles of the symmetric product")
+    parser.add_argument("--symmetric", action="store_true", help="kernels of symmetric products")
     parser.add_argument("--seconds", type=float, default=240, help="no case starts after this")
     parser.add_argument("--smoke", action="store_true", help="a tiny model in few steps")
     parser.add_argument("--out", type=Path, help="JSON file, rewritten after every row")
     args = parser.parse_args(argv)
     records = timing.Records(args.out, args.seconds)
-    if args.tiles:
-        bench_tiles(records, args.smoke)
+    if args.symmetric:
+        bench_symmetric(records, args.smoke)
         return 0
     models = SMOKE if args.smoke else {name: MODELS[name] for name in args.models}
     for (model, shapes), name in itertools.product(models.items(), args.optimizers):
         row = {"model": model, "optimizer": name}
         if records.seconds_left < 0:
             break
-        if OPTIMIZERS[name][1] == "triton" and jax.default_backend() != "gpu":
+        if OPTIMIZERS[name][1] in ("triton", "mosaic_gpu") and jax.default_backend() != "gpu":
             continue
         try:
             records.add(**row, **bench(shapes, *OPTIMIZERS[name], smoke=args.smoke))
@@ -213,52 +216,50 @@ def is_product(kernel: str) -> bool:
     return any(part in kernel.lower() for part in ("gemm", "nvjet", "cutlass", "symmetric"))
 
 
-# [batch, m, k], by columns or not: the Gram matrices of a model's blocks, and products of them.
-TILE_CASES = [
+# [batch, m, k], by columns or not: Gram matrices of a model's blocks, and, where m = k, polynomials of them.
+SYMMETRIC_CASES = [
     ((32, 1280, 1280), -1),
     ((32, 1280, 5120), -1),
     ((32, 1280, 5120), -2),
+    ((24, 1024, 1024), -1),
     ((12, 768, 768), -1),
     ((16, 2048, 8192), -1),
     ((16, 512, 2048), -1),
 ]
 TILES = [(128, 64, 8, 3), (128, 64, 4, 3), (128, 64, 8, 4), (128, 64, 4, 4), (128, 32, 8, 5)]
-TILES += [(64, 64, 4, 4), (256, 64, 8, 3)]
+KERNELS = ["xla", "mosaic_gpu", *TILES]
 
 
-def bench_tiles(records: timing.Records, smoke: bool):
-    """Adds the times of symmetric products with all terms, in each tile, and of XLA's whole product."""
-    for ((batch, m, k), contract), tile in itertools.product(TILE_CASES, [None, *TILES]):
+def bench_symmetric(records: timing.Records, smoke: bool):
+    """Adds the times of symmetric products: XLA's whole product, and kernels, Triton's in each tile."""
+    for ((batch, m, k), contract), chosen in itertools.product(SYMMETRIC_CASES, KERNELS):
         if smoke:
             batch, m, k = 2, 64, 128
         if records.seconds_left < 0:
             break
+        name = chosen if isinstance(chosen, str) else "triton"
+        if name != "xla" and jax.default_backend() != "gpu":
+            continue
         x = timing.random(batch, *((m, k) if contract == -1 else (k, m)), dtype="float16")
-        factors = jnp.ones((batch, 3))
-        row = {"shape": f"{batch}x{m}x{k}", "contract": contract, "tile": tile}
+        terms = (x if m == k else None), jnp.ones((batch, 3))
+        row = {"shape": f"{batch}x{m}x{k}", "contract": contract, "kernel": chosen}
         try:
-            if tile is None:
+            options = {"contract": contract}
+            if name == "triton":
+                module = dispatch.module_of("triton", "symmetric_product")
+                options["tile"] = module.SymmetricTile(*chosen)
+            if name == "xla":
                 rows = "kij,klj->kil" if contract == -1 else "kji,kjl->kil"
                 run = jax.jit(partial(jnp.einsum, rows, preferred_element_type=x.dtype))
                 time = timing.measure(run, x, x)
-            elif jax.default_backend() != "gpu":
-                continue
             else:
-                kernel = dispatch.kernel("triton", "symmetric_product")
-                symmetric_tile = dispatch.module_of("triton", "symmetric_product").SymmetricTile
-                options = {"contract": contract, "tile": symmetric_tile(*tile)}
-                run = jax.jit(lambda x, f, kernel=kernel, kw=options: kernel(x, x, None, f, **kw))
-                time = timing.measure(run, x, factors)
-                want = dispatch.run(
-                    "symmetric_product",
-                    x,
-                    x,
-                    None,
-                    factors,
-                    implementation="xla",
-                    contract=contract,
-                )
-                row["snr_db"] = timing.closeness(run(x, factors), want)["snr_db"]
+                kernel = partial(dispatch.kernel(name, "symmetric_product"), **options)
+                run = jax.jit(lambda x, *terms, kernel=kernel: kernel(x, x, *terms))
+                time = timing.measure(run, x, *terms)
+                specified = partial(reference.symmetric_product, contract=contract)
+                got = run(x, *terms)
+                row["snr_db"] = timing.closeness(got, jax.jit(specified)(x, x, *terms))["snr_db"]
+                row["is_symmetric"] = bool(jnp.array_equal(got, got.mT))
             row |= {"us": time.us, "tflops_of_whole": 2 * batch * m * m * k / time.us / 1e6}
         except Exception as error:
             row["error"] = f"{type(error).__name__}: {str(error)[:200]}"

@@ -429,6 +429,16 @@ def test_mosaic_ragged_products_lower_for_hopper(case):
     assert "mosaic_gpu" in program
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the kernel needs jax 0.11")
+@pytest.mark.parametrize("contract, addend", [(-2, False), release(-1, True)])
+def test_mosaic_symmetric_products_lower_for_hopper(contract, addend):
+    x, gram = array((32, 5120, 1280), "float16"), array((32, 1280, 1280), "float16")
+    terms = gram if addend else None, array((32, 3))
+    x = gram if addend else x
+    function = in_mosaic("symmetric_product")
+    assert "mosaic_gpu" in lowered(function, x, x, *terms, contract=contract)
+
+
 @pytest.mark.parametrize("slices", [release(Slices(0, 0.0, 1)), Slices(132, 0.5, 3)])
 @pytest.mark.parametrize("dtype", ["bfloat16", release("float16")])
 def test_mosaic_weight_gradients_lower_for_hopper(slices, dtype):

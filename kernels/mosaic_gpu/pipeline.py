@@ -42,6 +42,7 @@ class Scratch(NamedTuple):
         no array is added.
       edge: [2, HALF, piece], a buffer without swizzle of each compute warpgroup, of which any rows can be
         written. None if only whole tiles are written.
+      mirrored: [2, piece, HALF], a buffer of each compute warpgroup for transposes of pieces, or None.
     """
 
     a: Ref
@@ -51,6 +52,7 @@ class Scratch(NamedTuple):
     empty: Ref
     addend: Ref = None
     edge: Ref = None
+    mirrored: Ref = None
 
 
 # (first step of a unit, number of steps, function to call in step DURING or None, function of a step and its

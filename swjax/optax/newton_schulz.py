@@ -75,17 +75,19 @@ def orthogonalize_all(
 ) -> Any:
     """`orthogonalize` for each array of a tree.
 
-    Single matrices of one shape and sharding are stacked, so that few products run, several matrices at a
-    time, so that stacks need little memory. If several devices share the work, each computes one of them.
+    Arrays of one shape and sharding are stacked, so that few products run, several at a time, so that stacks
+    need little memory. If several devices share the work, they share stacks that exist, and each computes one
+    of the single matrices.
     """
     leaves, structure = jax.tree.flatten(tree)
     leaves = [_with_unit_elements(x, dtype) for x in leaves]
     run = functools.partial(
         _orthogonalize, coefficients=coefficients, steps=steps, implementation=implementation
     )
-    alike: dict[Any, list[int]] = {}  # by type, the numbers of matrices
+    alike: dict[Any, list[int]] = {}  # by type, the numbers of arrays
     for number, x in enumerate(leaves):
-        alike.setdefault(jax.typeof(x) if x.ndim == 2 else number, []).append(number)
+        is_stacked = x.ndim == 2 or _sharing(x).devices == 1
+        alike.setdefault(jax.typeof(x) if is_stacked else number, []).append(number)
     for numbers in alike.values():
         first, sharing = leaves[numbers[0]], _sharing(leaves[numbers[0]])
         size = _stacked_at_a_time(len(numbers), first, sharing)
@@ -103,13 +105,13 @@ def orthogonalize_all(
     return jax.tree.unflatten(structure, leaves)
 
 
-# Elements of the single matrices that are stacked on one device: 64 of 1280 x 1280.
+# Elements of the arrays that are stacked on one device: 64 matrices of 1280 x 1280.
 _STACKED_ELEMENTS = 2**27
 
 
 def _stacked_at_a_time(number: int, x: jax.Array, sharing: "_Sharing") -> int:
     """How many of a number of arrays like x are orthogonalized together."""
-    if number == 1 or x.ndim != 2:
+    if number == 1:
         return 1
     if sharing.devices == 1:
         return min(number, max(1, _STACKED_ELEMENTS // max(x.size, 1)))
@@ -151,7 +153,7 @@ def _with_unit_elements(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     if not x.size:
         return x.astype(dtype)
     largest = jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True)
-    return rounded(x / jnp.where(largest > 0, largest, 1), dtype)
+    return (x / jnp.where(largest > 0, largest, 1)).astype(dtype)
 
 
 # Compiled, because the constraints of `_resharding` need jax.jit.
@@ -170,6 +172,7 @@ def _orthogonalize(
     spec = _without_single_devices(given)
     x = x if spec == given.spec else jax.reshard(x, spec)
     replicate, on_shares, restore = _resharding(x)
+    x = jax.lax.optimization_barrier(x)  # see `rounded`
     table = jnp.broadcast_to(coefficients.astype(jnp.float32), (steps, 3))
     run = functools.partial(iterate, implementation=implementation)
     x = on_shares(run, replicate(x).reshape(-1, *shape[-2:]), table)
