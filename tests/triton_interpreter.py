@@ -65,14 +65,10 @@ def inline_asm(_, text, constraints, values, types, is_pure, pack):
     )
 
 
-def call(
-    *arrays, kernel, out_type, grid, num_warps, num_stages=1, registers=None, zeroed_outputs=(), **constants
-):  # fmt: skip
+def call(*arrays, kernel, out_type, grid, num_warps, num_stages=1, registers=None, **constants):
     """Replaces `launcher.call`. Results that the kernel does not write are NaN, or 99 for integers."""
     inputs = [Pointer(np.ascontiguousarray(array)) for array in arrays]
     outputs = jax.tree.map(lambda out: Pointer(poisoned(out.shape, out.dtype)), out_type)
-    for number in zeroed_outputs:
-        outputs[number].array[...] = 0
     Executor(kernel.rewrite(), kernel.arg_names, grid)(
         *inputs, *jax.tree.leaves(outputs), **constants
     )

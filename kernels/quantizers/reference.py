@@ -67,15 +67,12 @@ def quantize_by(
     return q.T if transpose else q
 
 
-def quantize_both(
-    x: jax.Array, absmax: jax.Array | None = None, dtype: str = "int8"
-) -> tuple[QTensor, QTensor]:
-    """Quantizes a weight and its transpose with one scale; or each weight of a stack.
+def quantize_both(x: jax.Array, absmax: jax.Array, dtype: str = "int8") -> tuple[QTensor, QTensor]:
+    """Quantizes a weight and its transpose with one scale, in one pass; or each weight of a stack.
 
     Args:
       x: [..., k, n] float16, bfloat16 or float32.
-      absmax: [..., p] float32, absolute maxima of p parts of a weight; the function uses the largest. None:
-        it computes the maxima.
+      absmax: [..., p] float32, absolute maxima of p parts of a weight; the function uses the largest.
       dtype: see `quantize`.
 
     Returns:
@@ -85,10 +82,7 @@ def quantize_both(
     >>> q.values.tolist(), transposed.values.tolist()
     ([[32, -64]], [[32], [-64]])
     """
-    if absmax is None:
-        largest = formats.absolute_maximum(x, (-2, -1))
-    else:
-        largest = formats.absolute_maximum(absmax, (-1,))[..., None]
+    largest = formats.absolute_maximum(absmax, (-1,))[..., None]
     q = quantize_by(x, largest, dtype)
     return q, QTensor(q.values.mT, q.scale)
 

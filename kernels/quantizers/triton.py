@@ -24,8 +24,6 @@ from swjax.kernels.triton_gpu.chunks import (
 
 BLOCK = 64  # rows and columns per program
 MOST_ROWS = 65_535 * BLOCK  # CUDA limits the second axis of a grid
-STEP, PART_STEPS = 4096, 4  # elements that a program reads at a time for a maximum, and how often
-LAG = 2  # matrices between the reading of a matrix for its maximum and its quantization
 
 
 @triton.jit
@@ -183,86 +181,12 @@ def _quantize_by_kernel(
     factor = tl.div_rn(tl.full(absmax.shape, LARGEST, tl.float32), absmax)
     factor = factor[:, None] if SCOPE == "row" else factor[None, :]
     if STRAIGHT:
-        _store_block(values_ptr, x * factor, row, column, M, N, False)
+        values = to_quantized(x * factor, values_ptr.dtype.element_ty)
+        tl.store(values_ptr + row[:, None] * N + column[None, :], values, mask=inside)
     if TRANSPOSED:
-        _store_block(transposed_ptr, x * factor, row, column, M, N, True)
-
-
-@triton.jit
-def _store_block(
-    out_ptr, x, row, column, M: tl.constexpr, N: tl.constexpr, TRANSPOSED: tl.constexpr
-):
-    """Rounds a block of a matrix [M, N] and writes it, or its transpose."""
-    values = to_quantized(x, out_ptr.dtype.element_ty)
-    inside = (row < M)[:, None] & (column < N)[None, :]
-    if TRANSPOSED:
+        values = to_quantized(x * factor, transposed_ptr.dtype.element_ty)
         at = column[:, None].to(tl.int64) * M + row[None, :]
-        tl.store(out_ptr + at, tl.trans(values), mask=tl.trans(inside))
-    else:
-        tl.store(out_ptr + row[:, None] * N + column[None, :], values, mask=inside)
-
-
-@triton.jit
-def _quantize_stack_kernel(
-    x_ptr,  # [STACK, M, N]
-    values_ptr,  # [STACK, M, N]
-    transposed_ptr,  # [STACK, N, M]
-    scale_ptr,  # [STACK]
-    state_ptr,  # [1 + 2 * STACK] int32, zeros: number of tickets given, maxima as integers, parts done
-    STACK: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    TICKETS: tl.constexpr,  # of a round
-    PARTS: tl.constexpr,  # of a matrix, each of STEPS * STEP elements
-    STEPS: tl.constexpr,
-    STEP: tl.constexpr,
-    LAG: tl.constexpr,
-    LARGEST: tl.constexpr,
-    INVERSE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Finds the absolute maximum of one part of a matrix, or quantizes one block of a matrix.
-
-    In round r programs read matrix r for its maximum and quantize matrix r - LAG, which is still in the L2
-    cache. A program waits only for programs with smaller tickets, which run already, so all of them end.
-    """
-    ticket = tl.atomic_add(state_ptr, 1, sem="relaxed")
-    number, place = ticket // TICKETS, ticket % TICKETS
-    if place < PARTS:
-        if number < STACK:
-            matrix_ptr = x_ptr + number.to(tl.int64) * (M * N)
-            at = place.to(tl.int64) * (STEPS * STEP) + tl.arange(0, STEP)
-            largest = tl.zeros(
-                (STEP,), tl.int32
-            )  # integers have the order of floats, with NaN on top
-            for step in tl.static_range(STEPS):
-                known = at + step * STEP < M * N
-                x = tl.load(matrix_ptr + at + step * STEP, mask=known, other=0.0).to(tl.float32)
-                largest = tl.maximum(largest, tl.abs(x).to(tl.int32, bitcast=True))
-            tl.atomic_max(state_ptr + 1 + number, tl.max(largest, 0), sem="relaxed")
-            tl.atomic_add(state_ptr + 1 + STACK + number, 1, sem="release")
-    else:
-        number -= LAG
-        if number >= 0:
-            while tl.atomic_add(state_ptr + 1 + STACK + number, 0, sem="acquire") < PARTS:
-                pass
-            bits = tl.zeros((1,), tl.int32) + tl.atomic_max(
-                state_ptr + 1 + number, 0, sem="relaxed"
-            )
-            absmax = bits.to(tl.float32, bitcast=True)
-            absmax = nan_maximum(absmax, tl.full(absmax.shape, SMALLEST, tl.float32))
-            block = place - PARTS
-            if block == 0:
-                tl.store(scale_ptr + number + tl.arange(0, 1), absmax * INVERSE)
-            row = (block // tl.cdiv(N, BLOCK)).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-            column = block % tl.cdiv(N, BLOCK) * BLOCK + tl.arange(0, BLOCK)
-            inside = (row < M)[:, None] & (column < N)[None, :]
-            matrix = number.to(tl.int64) * (M * N)
-            at = matrix + row[:, None] * N + column[None, :]
-            x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
-            x *= tl.div_rn(tl.full(absmax.shape, LARGEST, tl.float32), absmax)[None, :]
-            _store_block(values_ptr + matrix, x, row, column, M, N, False)
-            _store_block(transposed_ptr + matrix, x, row, column, M, N, True)
+        tl.store(transposed_ptr + at, tl.trans(values), mask=tl.trans(inside))
 
 
 def quantize_by(
@@ -290,58 +214,17 @@ def why_not_quantize_by(x: jax.Array, absmax: jax.Array, *_: Any, **__: Any) -> 
     return why_not_rows(x)
 
 
-def quantize_both(
-    x: jax.Array, absmax: jax.Array | None = None, dtype: str = "int8"
-) -> tuple[QTensor, QTensor]:
+def quantize_both(x: jax.Array, absmax: jax.Array, dtype: str = "int8") -> tuple[QTensor, QTensor]:
     """`reference.quantize_both`."""
-    stack = math.prod(x.shape[:-2])
-    if absmax is None:
-        values, transposed, scale = _quantize_stack(x.reshape(stack, *x.shape[-2:]), dtype)
-    else:
-        if absmax.shape[-1] & (absmax.shape[-1] - 1):  # Triton needs power-of-two sizes
-            absmax = absolute_maximum(absmax, (-1,))
-        outputs = {"straight": True, "transposed": True}
-        values, transposed, scale = _quantize_matrix(
-            x, absmax, dtype, "tensor", stack=stack, **outputs
-        )
+    if absmax.shape[-1] & (absmax.shape[-1] - 1):  # Triton needs power-of-two sizes
+        absmax = absolute_maximum(absmax, (-1,))
+    outputs = {"straight": True, "transposed": True}
+    values, transposed, scale = _quantize_matrix(
+        x, absmax, dtype, "tensor", stack=math.prod(x.shape[:-2]), **outputs
+    )
     scale = scale.reshape(*x.shape[:-2], 1, 1)
     shape = (*x.shape[:-2], *x.shape[:-3:-1])
     return QTensor(values.reshape(x.shape), scale), QTensor(transposed.reshape(shape), scale)
-
-
-def _quantize_stack(x: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Quantizes each matrix of a stack [e, m, n] with one scale: values, their transposes, and scales [e].
-
-    Each matrix is read twice, the second time from the L2 cache if it has at most some 12 MB.
-    """
-    e, m, n = x.shape
-    parts = triton.cdiv(m * n, PART_STEPS * STEP)
-    tickets = parts + triton.cdiv(m, BLOCK) * triton.cdiv(n, BLOCK)
-    values, transposed, scale, _ = launcher.call(
-        x,
-        kernel=_quantize_stack_kernel,
-        out_type=(
-            jax.ShapeDtypeStruct((e, m, n), dtype),
-            jax.ShapeDtypeStruct((e, n, m), dtype),
-            jax.ShapeDtypeStruct((e,), jnp.float32),
-            jax.ShapeDtypeStruct((1 + 2 * e,), jnp.int32),
-        ),
-        grid=((e + LAG) * tickets,),
-        num_warps=4,
-        zeroed_outputs=(3,),
-        STACK=e,
-        M=m,
-        N=n,
-        TICKETS=tickets,
-        PARTS=parts,
-        STEPS=PART_STEPS,
-        STEP=STEP,
-        LAG=LAG,
-        LARGEST=LARGEST[dtype],
-        INVERSE=INVERSE[dtype],
-        BLOCK=BLOCK,
-    )
-    return values, transposed, scale
 
 
 def why_not_quantize_both(x: jax.Array, *_: Any, **__: Any) -> Unavailable | None:

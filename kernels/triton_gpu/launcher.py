@@ -1,6 +1,5 @@
 """Calls jax-triton, and defines shared outputs of kernels."""
 
-import warnings
 from typing import Any
 
 import jax
@@ -15,8 +14,7 @@ def call(*arrays: jax.Array, **options: Any) -> Any:
     Args:
       *arrays: the inputs of the kernel.
       **options: kernel, out_type, grid, num_warps, num_stages, and the kernel's constants. `registers` limits
-        the registers per thread, so that more programs fit on a multiprocessor. `zeroed_outputs` are the
-        numbers of the outputs that are zero when the kernel starts.
+        the registers per thread, so that more programs fit on a multiprocessor.
 
     Returns:
       The outputs, with the structure of `out_type`.
@@ -26,15 +24,9 @@ def call(*arrays: jax.Array, **options: Any) -> Any:
 
     major, minor = tiles.compute_capability()
     backend_options = {"enable_fp_fusion": False, "maxnreg": options.pop("registers", None)}
-    with warnings.catch_warnings():
-        # Its successor, a `jax.Ref`, is an effect, which derivative rules refuse.
-        warnings.filterwarnings("ignore", "zeroed_outputs is deprecated")
-        return jax_triton.triton_call(
-            *arrays,
-            backend_options=backend_options,
-            compute_capability=10 * major + minor,
-            **options,
-        )
+    return jax_triton.triton_call(
+        *arrays, backend_options=backend_options, compute_capability=10 * major + minor, **options
+    )
 
 
 def output(

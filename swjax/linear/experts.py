@@ -75,8 +75,9 @@ def forward_weight(w: jax.Array | QTensor, layer: ExpertLayer) -> Operand:
     if fwd is None:
         return Operand(w)
     if layer.reads_last_axis and layer.recipe.quantizes_weight_once:
+        absmax = reference.absolute_maximum(w, (1, 2)).reshape(len(w), 1)
         forms = dispatch.run(
-            "quantize_both", w, dtype=fwd.rhs.dtype, implementation=layer.implementation
+            "quantize_both", w, absmax, dtype=fwd.rhs.dtype, implementation=layer.implementation
         )
     else:
         q = _quantize_weight(fwd.rhs, w, 1)
