@@ -132,8 +132,8 @@ def stable_adamw(
     Args:
       learning_rate: a number, at least 0, or a schedule of the number of previous steps.
       b1: in [0, 1).
-      b2: in [0, 1); in the paper, lower values have fewer spikes and train more slowly. Or a function from the step, [] float32 starting at
-        1, to c2 itself, which must be 0 at step 1: see `power_decay`.
+      b2: in [0, 1); in the paper, lower values have fewer spikes and train more slowly. Or a function from
+        the step, [] float32 starting at 1, to c2 itself, which must be 0 at step 1: see `power_decay`.
       eps: at least 2^-126 = 1.2e-38, the smallest normal float32; XLA may flush smaller numbers to 0.
       weight_decay: at least 0; multiplied by the learning rate. Its default is that of `optax.adamw`, because
         the paper's 0.2 assumes a mask without decay of 1-D parameters. The other defaults are the paper's.
