@@ -43,12 +43,12 @@ def execute(path: Path) -> tuple[str, dict[str, bytes]]:
     parts: list[str] = []
     figures: dict[str, bytes] = {}
     names: dict[str, object] = {"__name__": path.stem}
-    for cell in json.loads(path.read_text())["cells"]:
+    for number, cell in enumerate(json.loads(path.read_text())["cells"], 1):
         source = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
             parts.append(source.replace(".ipynb)", ".md)"))
             continue
-        text, drawn = run(source, names, f"{path.name}: {source[:40]!r}")
+        text, drawn = run(source, names, f"{path.name}, cell {number}")
         parts.append(f"```python\n{source}\n```")
         if text:
             parts.append(f"```text\n{text}\n```")

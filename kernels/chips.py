@@ -1,4 +1,4 @@
-"""The accelerators: how JAX names them, and their peak rates in each format.
+"""The accelerators: how JAX names them, their peak rates in each format, and their memory.
 
 Peaks are dense, in T operations/s of a whole chip. Those of GPUs are from NVIDIA's data sheets and
 architecture papers, of GeForce and RTX cards with float32 sums. int8 of the B300 is from reports of

@@ -198,12 +198,12 @@ def open_no_follow(path: str | Path, mode: str, **options: Any) -> IO[Any]:
 
 
 def printable(text: str) -> str:
-    """Replaces characters that could control a terminal, such as escape sequences in names of files, by "?".
+    """Returns one line that a terminal shows as it is: names of files may contain escape sequences.
 
-    >>> printable("a\x1b[31mb")
-    'a?[31mb'
+    >>> printable("a\x1b[2J\tb")
+    'a?[2J b'
     """
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
+    return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
 
 
 def mask_credentials(text: str) -> str:

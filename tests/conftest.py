@@ -167,6 +167,11 @@ def pytest_collection_finish():
     gc.set_threshold(20_000, 20, 20)  # from 700, 10, 10
 
 
+def pytest_unconfigure():
+    """At exit, nanobind would report Triton's frozen types as leaked."""
+    gc.unfreeze()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item, nextitem):
     """Runs tests marked `eight_devices` in the process with eight CPU devices."""

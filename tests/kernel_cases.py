@@ -4,6 +4,7 @@ import kernel_oracle as oracle
 import numpy as np
 
 from benchmarks.kernels import shapes
+from benchmarks.kernels.shapes import LinearShape
 from swjax.kernels import tiles
 from swjax.kernels.reference import QTensor
 
@@ -11,7 +12,18 @@ DTYPES = ("bfloat16", "float16", "float32")
 TARGETS = ("int8", "float8_e4m3fn", "float8_e5m2")
 PRODUCTS = (("int8", "int8"), ("float8_e4m3fn", "float8_e4m3fn"), ("float8_e5m2", "float8_e4m3fn"))
 
-LAYERS = shapes.vit() | shapes.RAGGED
+# The towers' layers, and shapes that tiles do not divide.
+LAYERS = shapes.vit() | {
+    "one row": LinearShape(1, 1280, 5120),
+    "one element": LinearShape(1, 1, 1),
+    "tiles past the edges": LinearShape(264, 256, 320),
+    "ragged tiles": LinearShape(257, 144, 264),
+    "k not a multiple of 16": LinearShape(130, 1000, 256),
+    "all odd": LinearShape(77, 333, 129),
+    "narrow": LinearShape(300, 48, 8),
+    "one line of columns": LinearShape(264, 256, 64),
+    "one line of columns in float32": LinearShape(264, 256, 32),
+}
 ROWS = sorted({(s.tokens, s.k) for s in LAYERS.values()} | {(3, tiles.WIDEST_ROW)})
 # XLA has no tiles, so it computes few of them: a single element, odd sizes, and a layer of a model.
 XLA_LAYERS = ("one element", "all odd", "ViT-B/16 out")

@@ -9,13 +9,15 @@ from pathlib import Path
 import jax
 import pytest
 
+from swjax.recipes import RECIPES
+
 ROOT = Path(__file__).parents[1]
 ELSEWHERE = {"data.md"}  # its blocks need tars: tests/test_data_tools.py runs them
-PAGES = sorted(
+PAGES = [
     page
-    for page in (ROOT / "docs").glob("*.md")
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
     if "```python" in page.read_text() and page.name not in ELSEWHERE
-)
+]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -26,6 +28,20 @@ def test_python_blocks_run(page, tmp_path, monkeypatch):
     for block in blocks:
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             exec(compile(block, page.name, "exec"), {})
+
+
+def test_files_that_the_readme_names_exist():
+    """mkdocs checks the links of the other pages."""
+    readme = (ROOT / "README.md").read_text()
+    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", readme)
+    configs = re.findall(r"configs/\w+\.py", readme)
+    assert links and configs
+    assert [name for name in links + configs if not (ROOT / name).exists()] == []
+
+
+def test_every_recipe_has_its_row():
+    table = (ROOT / "docs" / "recipes.md").read_text().split("##")[0]
+    assert set(re.findall(r"`(\w+)`", table)) >= set(RECIPES)
 
 
 def test_errors_are_worded_as_in_the_code():

@@ -1,4 +1,4 @@
-"""The shapes that tests check and benchmarks time: linear layers ``y = x w``, x [tokens, k] and w [k, n]."""
+"""The shapes that benchmarks time: linear layers ``y = x w``, x [tokens, k] and w [k, n]."""
 
 from typing import NamedTuple
 
@@ -55,19 +55,6 @@ EXPERTS = {
     "Qwen3-30B-A3B": ExpertShape(128, 8, 2048, 768),
     "DeepSeek-V2-Lite": ExpertShape(64, 6, 2048, 1408),
     "Mixtral-8x7B": ExpertShape(8, 2, 4096, 14_336),
-}
-
-# Shapes that tiles do not divide.
-RAGGED = {
-    "one row": LinearShape(1, 1280, 5120),
-    "one element": LinearShape(1, 1, 1),
-    "tiles past the edges": LinearShape(264, 256, 320),
-    "ragged tiles": LinearShape(257, 144, 264),
-    "k not a multiple of 16": LinearShape(130, 1000, 256),
-    "all odd": LinearShape(77, 333, 129),
-    "narrow": LinearShape(300, 48, 8),
-    "one line of columns": LinearShape(264, 256, 64),
-    "one line of columns in float32": LinearShape(264, 256, 32),
 }
 
 

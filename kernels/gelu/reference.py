@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from swjax.kernels.formats import QTensor, to_float32
-from swjax.kernels.quantizers.reference import quantized_output, row_sum
+from swjax.kernels.quantizers.reference import quantized_output, token_sum
 
 
 def gelu(
@@ -61,7 +61,7 @@ def gelu_backward(
     """
     y = gelu(x, approximate=approximate)[0] if recompute else None
     dx = gelu_vjp(to_float32(x), to_float32(gradient), approximate).astype(x.dtype)
-    return dx, quantized_output(dx, quantize_to, False)[1], row_sum(dx), y
+    return dx, quantized_output(dx, quantize_to, False)[1], token_sum(dx), y
 
 
 def gelu_vjp(x: jax.Array, gradient: jax.Array, approximate: bool) -> jax.Array:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from swjax.kernels.formats import QTensor, to_float32
-from swjax.kernels.quantizers.reference import quantized_output, row_sum
+from swjax.kernels.quantizers.reference import quantized_output, token_sum
 
 
 def layer_norm(
@@ -74,7 +74,7 @@ def layer_norm_backward(
     dx = (v - jnp.mean(v, axis=-1, keepdims=True) - normalized * slope) / deviation
     dx = dx if residual is None else dx + to_float32(residual)
     y = None if beta is None else layer_norm(x, gamma, beta, epsilon=epsilon)[0]
-    return dx.astype(x.dtype), row_sum(total * normalized), row_sum(total), y
+    return dx.astype(x.dtype), token_sum(total * normalized), token_sum(total), y
 
 
 def rms_norm(
@@ -138,7 +138,7 @@ def rms_norm_backward(
     dx = (v - normalized * jnp.mean(v * normalized, axis=-1, keepdims=True)) * inverse
     dx = dx if residual is None else dx + to_float32(residual)
     y = rms_norm(x, gamma, epsilon=epsilon, offset=offset)[0] if recompute else None
-    return dx.astype(x.dtype), row_sum(total * normalized), y
+    return dx.astype(x.dtype), token_sum(total * normalized), y
 
 
 def _sum(gradient: jax.Array | tuple[jax.Array, ...]) -> jax.Array:

@@ -101,10 +101,10 @@ def quantize_and_sum(x: jax.Array, dtype: str = "int8") -> tuple[QTensor, jax.Ar
     >>> total.tolist()
     [3.0, 0.0]
     """
-    return quantize(x, (x.ndim - 1,), dtype), row_sum(x)
+    return quantize(x, (x.ndim - 1,), dtype), token_sum(x)
 
 
-def row_sum(x: jax.Array) -> jax.Array:
+def token_sum(x: jax.Array) -> jax.Array:
     """Sums x [..., n] over all axes except the last: [n] float32."""
     return jnp.sum(to_float32(x), axis=tuple(range(x.ndim - 1)))
 

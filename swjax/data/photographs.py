@@ -11,6 +11,7 @@ import numpy as np
 from swjax.data.decoding import decode
 from swjax.data.skipping import BadExample
 from swjax.data.sources import spread
+from swjax.safe_files import printable
 
 _LONGEST_JSON = 2**24  # bytes
 _NAMED = 50  # number of names in a message
@@ -164,15 +165,6 @@ def named(key: str, names: Iterable[str]) -> str | None:
     found = [name for name in wanted if name in names]
     found += [lower[name.lower()] for name in wanted if name.lower() in lower]
     return found[0] if found else None
-
-
-def printable(text: str) -> str:
-    """Returns one line that a terminal shows as it is; a file's name may contain escape sequences.
-
-    >>> printable("a\x1b[2J\tb")
-    'a?[2J b'
-    """
-    return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
 
 
 def listed(names: Iterable[str]) -> str:

@@ -139,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sets = options.train, options.test
         scores = probe(model, *sets, [int(part) for part in shots], seed=options.seed)
     except (OSError, ValueError, MissingPackage, data.BadData) as error:
-        print(f"swjax probe: {printable(' '.join(str(error).split()))}", file=sys.stderr)
+        print(f"swjax probe: {printable(str(error))}", file=sys.stderr)
         return 2
     print(json.dumps(scores, indent=2))
     return 0

@@ -241,7 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found = search(model, options.texts, pictures, options.count)
         write_page(options.page, f"Search in {options.model}", options.texts, found, pictures)
     except (OSError, ValueError) as error:
-        print(f"swjax search: {printable(' '.join(str(error).split()))}", file=sys.stderr)
+        print(f"swjax search: {printable(str(error))}", file=sys.stderr)
         return 2
     for text, row in zip(options.texts, found, strict=True):
         print(f"{text}: {printable(', '.join(each.name for each in row[:5]))}")

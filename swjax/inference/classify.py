@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _check_distinct(options.names, model)
         (probabilities,) = model.classify(options.picture, model.classifier(options.names))
     except (OSError, ValueError) as error:
-        print(f"swjax classify: {printable(' '.join(str(error).split()))}", file=sys.stderr)
+        print(f"swjax classify: {printable(str(error))}", file=sys.stderr)
         return 2
     for share, name in sorted(
         zip(probabilities.tolist(), options.names, strict=True), reverse=True

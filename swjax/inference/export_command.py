@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             interop.save(options.folder, encoder.model, layout)
     except (OSError, ValueError) as error:
-        print(f"swjax export: {printable(' '.join(str(error).split()))}", file=sys.stderr)
+        print(f"swjax export: {printable(str(error))}", file=sys.stderr)
         return 2
     print(f"opens in {READERS[layout].format(folder=Path(options.folder).as_posix())}")
     return 0

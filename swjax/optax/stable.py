@@ -132,8 +132,8 @@ def stable_adamw(
     Args:
       learning_rate: a number, at least 0, or a schedule of the number of previous steps.
       b1: in [0, 1).
-      b2: in [0, 1); a lower value is steadier and slower. Or a function from the step, [] float32 starting at
-        1, to c2 itself, which must be 0 at step 1: see `power_decay`.
+      b2: in [0, 1); in the paper, lower values have fewer spikes and train more slowly. Or a function from
+        the step, [] float32 starting at 1, to c2 itself, which must be 0 at step 1: see `power_decay`.
       eps: at least 2^-126 = 1.2e-38, the smallest normal float32; XLA may flush smaller numbers to 0.
       weight_decay: at least 0; multiplied by the learning rate. Its default is that of `optax.adamw`, because
         the paper's 0.2 assumes a mask without decay of 1-D parameters. The other defaults are the paper's.
@@ -274,7 +274,7 @@ def scale_by_stable_adam(
 
 
 def _step(p, g, m, v, s: Scalars, block_axes: tuple[int, ...], *, decays: bool, decoupled: bool):
-    """`algorithm_2` in at least float32; returns RMS of each block, and nothing in its stored dtype.
+    """`algorithm_2` in at least float32; returns the change, m, v and the RMS of each block in that dtype.
 
     The rate needs the RMS of the whole tensor. So a compiled step makes two memory passes, and stores only v
     between them: read g, v, write v; read p, g, m, v, write p, m. That is 36 bytes per float32 parameter, the

@@ -29,12 +29,11 @@ import numpy as np
 
 from swjax.data.examples import fault, look
 from swjax.data.icons import shards
-from swjax.data.photographs import printable
 from swjax.data.sources import Source, source
 from swjax.data.survey import SAMPLE, refusal, sample
 from swjax.data.tokenizer import tokenize
 from swjax.report import page
-from swjax.safe_files import write_atomically
+from swjax.safe_files import printable, write_atomically
 
 KINDS = {
     r".*\.(tar|tar\.gz|tgz)$": "webdataset",

@@ -166,7 +166,7 @@ def write_page(runs: Sequence[Run], path: Path) -> None:
     head = "".join(f"<th>{escape(name)}</th>" for name in header)
     text = page.fill(
         "runs.html",
-        title=f"{len(runs)} runs",
+        title="1 run" if len(runs) == 1 else f"{len(runs)} runs",
         subtitle=", ".join(run.name for run in runs[:6]) + (", ..." if len(runs) > 6 else ""),
         tiles="",
         chart=page.chart(charts.Chart("loss", "Training loss", caption), pictures),
