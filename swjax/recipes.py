@@ -26,8 +26,10 @@ R = TypeVar("R")
 QUANTIZED_DTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")
 BLOCK_DTYPES = ("float8_e4m3fn", "float8_e5m2", "float4_e2m1fn")
 BLOCK_SCALES = ("float32", "float8_e8m0fnu", "float8_e4m3fn")
-BLOCK_SCOPES = ("segment", "square")  # of formats whose scales vary along the contraction
-SCOPES = ("row", "channel", "tensor", "block", *BLOCK_SCOPES)
+BLOCK_SCOPES = ("segment", "square", "column")  # of emulated formats
+STATIC_SCOPES = ("unit", "fan_in")
+WEIGHT_SCOPES = ("square", "column", "fan_in")  # of weights only
+SCOPES = ("row", "channel", "tensor", "block", *STATIC_SCOPES, *BLOCK_SCOPES)
 ROTATIONS = (1, 2, 4, 8, 16, 32, 64, 128)
 LONGEST_INT8_SUM = 2**17  # an int32 sum holds 2**31 / 127**2 = 133,144 int8 products
 
@@ -37,23 +39,31 @@ class Quantizer:
     """The quantization of one operand of a product.
 
     Attributes:
-      dtype: "int8", "float8_e4m3fn" or "float8_e5m2"; for the scopes "segment" and "square" an fp8 format or
-        "float4_e2m1fn".
+      dtype: "int8", "float8_e4m3fn" or "float8_e5m2"; for the scopes "segment", "square" and "column" an fp8
+        format or "float4_e2m1fn".
       scope: the elements that share one scale. "row": a vector of the left operand along the contraction (a
         token); "channel": a vector of the right operand along the contraction (an output channel of that
         product); "tensor": the whole operand; "block": a column of a block of tokens, only for wgrad;
-        "segment": `block` neighbours along the contraction; "square": `block` x `block` elements of a weight.
-        Products of the last two are emulated, see `swjax.kernels.block_formats`.
-      block: largest number of tokens per block, or the size of a segment or square; 0 for the other scopes.
+        "unit": the whole operand, with the constant scale 1, for fp8 values near 1; "fan_in": a weight [k,
+        n], with a constant scale near k**-0.5, see `static_scale`;
+        "segment": `block` neighbours along the contraction; "square": `block` x `block` elements of a weight;
+        "column": an output channel of a weight, also in dgrad.
+        Products of the last three are emulated, see `swjax.kernels.block_formats`.
+      block: largest number of tokens per block, or the size of a segment or square; 0 for the other scopes,
+        and for segments that are whole rows.
       rotation: number of neighbours along the contraction (features, and tokens in wgrad) that an
         orthogonal matrix mixes before they are quantized, a power of two up to 128; 1 means no rotation. If
         it does not divide the features of a device, its largest power of two that does is used. See
         `swjax.kernels.rotations`.
       scale: format of the scales of segments and squares: "float32", "float8_e8m0fnu" (MX) or
         "float8_e4m3fn" (NVFP4, with one more float32 scale for the operand).
+      stochastic: whether segments are rounded up or down at random, so that the mean is the operand, instead
+        of to the nearest value. The operand seeds the random bits, see
+        `swjax.kernels.block_formats.reference.random_bits`.
 
     Raises:
-      ValueError: the dtype or the scope does not exist, or the block or the rotation is invalid.
+      ValueError: the dtype or the scope does not exist, or the block, the rotation or the rounding is
+        invalid.
     """
 
     dtype: str
@@ -61,14 +71,40 @@ class Quantizer:
     block: int = 0
     rotation: int = 1
     scale: str = "float32"
+    stochastic: bool = False
 
     @property
     def in_blocks(self) -> bool:
         """Whether scales vary along the contraction, so that the product is emulated."""
         return self.scope in BLOCK_SCOPES
 
+    @property
+    def is_static(self) -> bool:
+        """Whether the scale is a constant."""
+        return self.scope in STATIC_SCOPES
+
+    @property
+    def has_one_scale(self) -> bool:
+        """Whether the whole operand shares a scale, so that it is the same along each axis."""
+        return self.scope == "tensor" or self.is_static
+
+    def static_scale(self, shape: tuple[int, ...]) -> float:
+        """The constant scale of a static operand of a shape: a power of two.
+
+        Weights [k, n] that are initialized with a variance of 1 / k, as those of Flax's layers, are divided
+        by their standard deviation: this is Unit Scaling, with the factor in the scale instead of in the
+        parameter.
+
+        >>> Quantizer("float8_e4m3fn", "fan_in").static_scale((1024, 64))
+        0.03125
+
+        References:
+          Blake et al., "Unit Scaling", ICML 2023, https://arxiv.org/abs/2303.11257
+        """
+        return 1.0 if self.scope == "unit" else 2.0 ** -round(math.log2(max(shape[0], 1)) / 2)
+
     def __post_init__(self) -> None:
-        dtypes = BLOCK_DTYPES if self.in_blocks else QUANTIZED_DTYPES
+        dtypes = BLOCK_DTYPES if self.in_blocks else QUANTIZED_DTYPES[self.is_static :]
         if self.dtype not in dtypes:
             raise ValueError(f"Quantizer's dtype must be one of {dtypes}, got {self.dtype!r}")
         if self.scope not in SCOPES:
@@ -82,11 +118,20 @@ class Quantizer:
                 f"Quantizer's scale must be float32, or one of {BLOCK_SCALES} for the scopes {BLOCK_SCOPES}, "
                 f"got {self.scale!r} for {self.scope!r}"
             )
+        if self.stochastic and self.scope != "segment":
+            raise ValueError(
+                f"Quantizer(stochastic=True) rounds segments only, got scope={self.scope!r}: "
+                "use stochastic=False"
+            )
         if self.in_blocks:
-            if self.block < 1 or (self.scope == "square" and self.rotation > 1):
+            if self.scope == "segment":
+                fits = self.block >= 0
+            else:
+                fits = (self.block > 0) == (self.scope == "square") and self.rotation == 1
+            if not fits:
                 raise ValueError(
-                    f"Quantizer(scope={self.scope!r}) needs a positive block, and rotates segments only, "
-                    f"got block={self.block} and rotation={self.rotation}"
+                    f"Quantizer(scope={self.scope!r}) needs a positive block, or 0 for segments and columns, "
+                    f"and rotates segments only, got block={self.block} and rotation={self.rotation}"
                 )
         elif self.scope != "block":
             if self.block:
@@ -108,17 +153,24 @@ class Product:
       lhs, rhs: quantizers of the operands: both int8, or both floating.
       outlier_threshold: threshold in units of x. Features of x whose magnitude reaches it for any token are
         excluded from the quantized product and multiplied in 16 bits. 0 turns this off.
+      outlier_quantile: for operands in block formats: each row of lhs is clipped to its elements of this and
+        the opposite quantile, and the rest is multiplied in 16 bits. 0 turns this off.
 
     Raises:
       TypeError: an operand has no Quantizer.
       ValueError: one operand is int8 and the other fp8, one is in blocks and the other is not, their
-        rotations differ, or the threshold is negative
-        or NaN.
+        rotations differ, or the threshold or the quantile is out of its range.
     """
 
     lhs: Quantizer
     rhs: Quantizer
     outlier_threshold: float = 0.0
+    outlier_quantile: float = 0.0
+
+    @property
+    def has_outliers(self) -> bool:
+        """Whether a part of lhs is multiplied in 16 bits."""
+        return bool(self.outlier_threshold or self.outlier_quantile)
 
     @property
     def in_blocks(self) -> bool:
@@ -134,9 +186,10 @@ class Product:
                 "Product multiplies int8 with int8, or fp8 with fp8, "
                 f"got {self.lhs.dtype} and {self.rhs.dtype}"
             )
-        if self.lhs.in_blocks != self.rhs.in_blocks or self.lhs.scope == "square":
+        if self.lhs.in_blocks != self.rhs.in_blocks or self.lhs.scope in WEIGHT_SCOPES:
             raise ValueError(
-                "Product multiplies segments with segments or squares, or neither operand is in blocks, "
+                "Product multiplies segments with segments or squares, or neither operand is in blocks; "
+                f"scopes of weights {WEIGHT_SCOPES} are for rhs, "
                 f"got {self.lhs.scope} and {self.rhs.scope}"
             )
         rotations = {q.rotation for q in (self.lhs, self.rhs) if q.scope != "block"}
@@ -149,6 +202,12 @@ class Product:
             raise ValueError(
                 f"Product's outlier_threshold must be at least 0, got {self.outlier_threshold}: "
                 "0 turns outliers off"
+            )
+        quantile = self.outlier_quantile
+        if quantile and not (0.5 <= quantile < 1 and self.in_blocks and not self.outlier_threshold):
+            raise ValueError(
+                "Product's outlier_quantile is at least 0.5 and below 1, for block formats without an "
+                f"outlier_threshold, got {quantile}: 0 turns outliers off"
             )
 
 
@@ -163,6 +222,9 @@ class Recipe:
       save_quantized: whether to save the quantized x and w for the backward pass instead of x and w; wgrad
         then reads the dequantized x. This saves memory and costs a little accuracy. If the backward pass of a
         prologue recomputes x, no form of x is saved, and wgrad reads x itself.
+      estimator: the power of the approximation of rounding whose derivative multiplies dw, see
+        `swjax.kernels.block_formats.reference.estimator`; 0 for none: the derivative of rounding counts as 1.
+        w must be quantized in columns.
 
     Raises:
       TypeError: a product is neither a Product nor None.
@@ -173,12 +235,19 @@ class Recipe:
     dgrad: Product | None = None
     wgrad: Product | None = None
     save_quantized: bool = False
+    estimator: float = 0.0
 
     def __post_init__(self) -> None:
         for name, product in {"fwd": self.fwd, "dgrad": self.dgrad, "wgrad": self.wgrad}.items():
             if product is not None and not isinstance(product, Product):
                 raise TypeError(f"Recipe's {name} must be a Product or None, got {product!r}")
         self._check_blocks()
+        columns = self.fwd is not None and self.fwd.rhs.scope == "column"
+        if self.estimator and not (self.estimator >= 1 and columns):
+            raise ValueError(
+                "Recipe(estimator=...) needs a power of at least 1 and a w with scope='column' in fwd, "
+                f"got {self.estimator}: 0 turns it off"
+            )
         if not self.save_quantized:
             return
         if self.fwd is None or self.dgrad is None:
@@ -212,7 +281,7 @@ class Recipe:
         if self.fwd is None or self.dgrad is None:
             return False
         rhs = self.fwd.rhs
-        return rhs == self.dgrad.rhs and rhs.scope == "tensor" and rhs.rotation == 1
+        return rhs == self.dgrad.rhs and rhs.has_one_scale and rhs.rotation == 1
 
     def rotating(self, k: int, n: int) -> "Recipe":
         """The recipe with rotations of fwd that divide k features, and of dgrad that divide n features.
@@ -272,9 +341,10 @@ class Recipe:
         if self.wgrad is None:
             return
         if "block" not in (self.wgrad.lhs.scope, self.wgrad.rhs.scope):
-            if "square" in (self.wgrad.lhs.scope, self.wgrad.rhs.scope):
+            if self.wgrad.rhs.scope in WEIGHT_SCOPES:
                 raise ValueError(
-                    "Recipe(wgrad=...) has no weight: use 'segment' rather than 'square'"
+                    "Recipe(wgrad=...) has no weight: use 'segment' rather than 'square', and 'unit' rather "
+                    f"than 'fan_in', got {self.wgrad.rhs.scope!r}"
                 )
             if self.wgrad.lhs.rotation > 1 and not self.wgrad.in_blocks:
                 raise ValueError(
@@ -319,6 +389,8 @@ def _rotating(product: Product, rotation: int) -> Product:
 
 _BLOCK128 = _segments("float8_e4m3fn", 128, "float32")
 _MXFP8 = _segments("float8_e4m3fn", 32, "float8_e8m0fnu")
+_FP4 = Quantizer("float4_e2m1fn", "segment")
+_FP4_WEIGHT = replace(_FP4, scope="column")
 _NVFP4 = _segments("float4_e2m1fn", 16, "float8_e4m3fn")
 _ROW_TENSOR = Product(_int8("row"), _int8("tensor"))
 _ROW_CHANNEL = Product(_int8("row"), _int8("channel"))
@@ -361,6 +433,12 @@ RECIPES: dict[str, Recipe] = {
         dgrad=Product(_e5m2("tensor"), _e4m3("tensor")),
         wgrad=Product(_e4m3("tensor"), _e5m2("tensor")),
     ),
+    # fp8 with constant scales, as in Unit Scaling: for x near 1, w near k**-0.5, and scaled losses.
+    "fp8_static": Recipe(
+        fwd=Product(_e4m3("unit"), _e4m3("fan_in")),
+        dgrad=Product(_e5m2("unit"), _e4m3("fan_in")),
+        wgrad=Product(_e4m3("unit"), _e5m2("unit")),
+    ),
     # int8_hadamard in fp8.
     "fp8_hadamard": Recipe(
         fwd=_rotating(Product(_e4m3("row"), _e4m3("tensor")), 128),
@@ -373,15 +451,23 @@ RECIPES: dict[str, Recipe] = {
         dgrad=Product(_BLOCK128, replace(_BLOCK128, scope="square")),
         wgrad=Product(_BLOCK128, _BLOCK128),
     ),
+    # FP4 of arXiv 2501.17116: a scale per token and per output channel, outliers of x in 16 bits, an estimate
+    # of the derivative of rounding w. The backward products are fp8.
+    "fp4_dge": Recipe(
+        fwd=Product(_FP4, _FP4_WEIGHT, outlier_quantile=0.99),
+        dgrad=Product(Quantizer("float8_e5m2", "segment"), _FP4_WEIGHT),
+        wgrad=Product(_e4m3("tensor"), _e5m2("tensor")),
+        estimator=5.0,
+    ),
     # MXFP8 of the Open Compute Project, e4m3 for every operand.
     "mxfp8": Recipe(
         fwd=Product(_MXFP8, _MXFP8), dgrad=Product(_MXFP8, _MXFP8), wgrad=Product(_MXFP8, _MXFP8)
     ),
-    # NVIDIA's NVFP4 for training: 16 x 16 elements of w, and rotated tokens in wgrad.
+    # NVIDIA's NVFP4 for training: 16 x 16 elements of w, rotated tokens in wgrad, g rounded stochastically.
     "nvfp4": Recipe(
         fwd=Product(_NVFP4, replace(_NVFP4, scope="square")),
-        dgrad=Product(_NVFP4, replace(_NVFP4, scope="square")),
-        wgrad=_rotating(Product(_NVFP4, _NVFP4), 16),
+        dgrad=Product(replace(_NVFP4, stochastic=True), replace(_NVFP4, scope="square")),
+        wgrad=_rotating(Product(_NVFP4, replace(_NVFP4, stochastic=True)), 16),
     ),
 }
 

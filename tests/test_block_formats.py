@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import oracle
 import pytest
+from numeric import floor_db, snr_db
 
 import swjax
 from swjax.kernels.block_formats.reference import emulated, quantize_blocks
@@ -91,6 +93,24 @@ def test_mx_scales_of_jax_are_rounded_up():
     np.testing.assert_array_equal(
         np.asarray(theirs, np.float32)[0][same], np.asarray(ours.values)[same]
     )
+
+
+def test_mxfp8_with_gradients_in_e5m2():
+    """The recipe of docs/recipes.md."""
+    x, g = (
+        Quantizer(f"float8_{k}", "segment", 32, scale="float8_e8m0fnu") for k in ("e4m3fn", "e5m2")
+    )
+    recipe = Recipe(fwd=Product(x, x), dgrad=Product(g, x), wgrad=Product(x, g))
+    rng = np.random.default_rng(0)
+    x, w, g = (rng.normal(size=s).astype(np.float32) for s in ((40, 48), (48, 24), (40, 24)))
+    layer = jax.jit(lambda x, w, g: jax.vjp(partial(swjax.switchback, recipe=recipe), x, w)[1](g))
+    of_x, of_g = (
+        lambda a, fmt=fmt: oracle.in_blocks(a, partial(oracle.mx, fmt=fmt), 32)
+        for fmt in ("e4m3", "e5m2")
+    )
+    dx, dw = layer(x, w, g)
+    assert snr_db(dx, of_g(g) @ of_x(w).T) > floor_db("float32", 24)
+    assert snr_db(dw, of_x(x.T) @ of_g(g.T).T) > floor_db("float32", 40)
 
 
 @pytest.mark.parametrize("square", [False, True])
@@ -203,6 +223,56 @@ def test_stochastic_rounding_has_no_bias(name):
     assert all(len(np.unique(column)) <= 2 for column in np.asarray(values).T)  # the two neighbours
 
 
+def test_gradients_of_a_layer_are_rounded_without_bias():
+    """The gradients of `nvfp4`, of 10**5 tokens or columns with the same g, average to that of g itself.
+
+    Every block has the same largest magnitude: otherwise scales that are rounded down clip it.
+    """
+    rng, draws = np.random.default_rng(0), 100_000
+    w, g = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((16, 32), (1, 32)))
+    g = g.at[0, (5, 30)].set((3.5, -3.5))
+    layer = partial(swjax.switchback, recipe="nvfp4")
+    dxs = jax.jit(lambda g: jax.vjp(layer, jnp.zeros((draws, 16)), w)[1](g)[0])(
+        jnp.broadcast_to(g, (draws, 32))
+    )
+    want = np.asarray(g, np.float64) @ oracle.nv(np.asarray(w), square=True).T
+    check_mean(dxs, want[0])
+    x, g = (jnp.asarray(rng.normal(size=(16, 1 + m)), jnp.float32) for m in range(2))
+    g = jnp.broadcast_to(g[:, :1], (16, draws))
+    dws = jax.jit(lambda g: jax.vjp(layer, x, jnp.zeros((1, draws)))[1](g)[1])(g)
+    rotated = oracle.hadamard(16) @ np.asarray(x, np.float64)
+    want = oracle.nv(rotated.T) @ (oracle.hadamard(16) @ np.asarray(g[:, 0], np.float64))
+    check_mean(dws.T, want)
+
+
+def check_mean(draws, want):
+    """The mean of [draws, n] is within five standard errors of `want`, and the draws differ."""
+    draws = np.asarray(draws, np.float64)
+    error = np.abs(draws.mean(0) - want)
+    deviation = draws.std(0)
+    assert np.all(deviation > 0.01 * np.abs(want).max())
+    assert np.all(error <= 5 * deviation / np.sqrt(len(draws)) + 1e-6 * np.abs(want).max())
+
+
+def test_a_gradient_seeds_its_rounding():
+    """Equal gradients round alike, also batched and recomputed; one changed element changes all roundings."""
+    g = jnp.asarray(np.random.default_rng(0).normal(size=(48, 32)), jnp.float32)
+    layer = partial(swjax.switchback, recipe="nvfp4")
+    x, w = jnp.ones((48, 16)), jnp.eye(16, 32)
+
+    @jax.jit
+    def dxs(g):
+        dx = lambda g: jax.vjp(layer, x, w)[1](g)[0]
+        recomputed = jax.vjp(jax.checkpoint(layer), x, w)[1](g)[0]
+        return jax.vmap(dx)(jnp.stack([g, g.at[47, 31].multiply(1.0001)])), recomputed
+
+    (batched, other), recomputed = dxs(g)
+    want = jax.vjp(layer, x, w)[1](g)[0]
+    for got in (batched, recomputed):
+        np.testing.assert_array_equal(got, want)
+    assert np.mean(np.asarray(other[:32] != want[:32])) > 0.3
+
+
 E4M3_ROW, SQUARE = Quantizer("float8_e4m3fn", "row"), Quantizer("float8_e4m3fn", "square", 128)
 MX, NV = RECIPES["mxfp8"], RECIPES["nvfp4"]
 X, W = jnp.ones((4, 8)), jnp.ones((8, 4))
@@ -213,10 +283,26 @@ X, W = jnp.ones((4, 8)), jnp.ones((8, 4))
     [
         (lambda: Quantizer("int8", "segment", 32), "dtype must be one of .*e2m1fn'.*, got 'int8'"),
         (lambda: Quantizer("float4_e2m1fn", "row"), "dtype must be one of .*, got 'float4_e2m1fn'"),
-        (lambda: Quantizer("float8_e5m2", "segment"), "needs a positive block, .* got block=0"),
+        (lambda: Quantizer("float8_e5m2", "square"), "needs a positive block, .* got block=0"),
         (
             lambda: Quantizer("float8_e5m2", "row", scale="float8_e8m0fnu"),
             "scale must be float32, .* got 'float8_e8m0fnu' for 'row'",
+        ),
+        (
+            lambda: Quantizer("float8_e4m3fn", "square", 16, stochastic=True),
+            "rounds segments only, got scope='square': use stochastic=False",
+        ),
+        (
+            lambda: Quantizer("float4_e2m1fn", "column", 16),
+            "needs a positive block, or 0 for segments and columns, .* got block=16",
+        ),
+        (
+            lambda: Product(E4M3_ROW, E4M3_ROW, outlier_quantile=0.99),
+            "is at least 0.5 and below 1, for block formats .* got 0.99: 0 turns outliers off",
+        ),
+        (
+            lambda: Recipe(NV.fwd, estimator=5.0),
+            "needs a power of at least 1 and a w with scope='column' in fwd, got 5.0: 0 turns it off",
         ),
         (lambda: Product(E4M3_ROW, SQUARE), "segments with segments .* got row and square"),
         (lambda: Recipe(MX.fwd, MX.dgrad, save_quantized=True), "saves no block formats"),

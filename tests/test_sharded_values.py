@@ -50,6 +50,7 @@ ROW, COLUMN = ("row", "fsdp_row", "fsdp_and_row_in_one"), ("column", "fsdp_colum
 INT8 = ("switchback", "switchback_m", "switchback_q", "llm_int8")
 # Agreement, in dB, of recipes that form groups of features on each device, with those on one device.
 OWN_DB = {"int8_hadamard": 30, "fp8_hadamard": 20, "fp8_block128": 20, "mxfp8": 20, "nvfp4": 10}
+OWN_DB["fp4_dge"] = 0  # so is the estimate of its weight gradient
 
 
 @pytest.mark.parametrize(
@@ -91,7 +92,10 @@ def test_shards_of_whole_blocks_have_the_blocks_of_one_device(name, k):
     layer = partial(swjax.switchback, recipe=name, layout=layout)
     with jax.set_mesh(mesh):
         got = jax.jit(partial(gradients, layer))(args, g)
-    compare(got[:2], one_device(name, **sizes)[:2])
+    want = one_device(name, **sizes)
+    seeded = name == "nvfp4"  # the elements of a device seed its rounding of g
+    assert snr_db(got[1], want[1]) > OWN_DB[name]
+    compare(got[: 2 - seeded], want[: 2 - seeded])
 
 
 def test_each_device_quantizes_blocks_of_its_own_tokens():

@@ -21,6 +21,7 @@ from swjax.kernels.formats import (
     absolute_maximum,
     divide,
     round_to_fp8,
+    spacing_of,
     to_float32,
 )
 
@@ -100,8 +101,8 @@ def quantize_blocks(
       scale: format of the scales, see above.
       square: whether blocks are `block` x `block` elements of a matrix.
       absmax: float32 with one element, M; None takes that of x. For shards of a larger array.
-      bits: uint32 like x, random: rounds stochastically, see `round_to_fp8`, so that the mean over bits is x.
-        None rounds to nearest, ties to even.
+      bits: uint32 like x, random: rounds stochastically, see `round_to_fp8`, so that the mean over bits is x,
+        clipped where a scale was rounded down. None rounds to nearest, ties to even.
 
     Returns:
       Blocks.
@@ -156,6 +157,29 @@ def quantize_blocks(
     return Blocks(jnp.where(_spread(finite, shape, *spread), values, jnp.nan), scales, one)
 
 
+def random_bits(x: jax.Array, shape: tuple[int, ...], stream: int = 0) -> jax.Array:
+    """Random bits for stochastic rounding, which x itself seeds: uint32 of a shape.
+
+    The sum of the hashes of all elements is the seed of a counter-based generator. A layer so needs no key: a
+    step that is repeated, resumed or recomputed rounds alike, on every device that holds the same x, and two
+    different x have unrelated bits. x that is repeated exactly is rounded alike.
+
+    Args:
+      x: [...] float16, bfloat16 or float32, one that is the same on every platform.
+      shape: of the bits.
+      stream: a number for each use of the same x.
+
+    >>> random_bits(jnp.ones(3), (2,)).dtype
+    dtype('uint32')
+    """
+    hashed = lax.bitcast_convert_type(to_float32(x), jnp.uint32)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):  # MurmurHash3's final mixing
+        hashed = (hashed ^ (hashed >> shift)) * jnp.uint32(factor)
+    seed = jnp.sum(hashed ^ (hashed >> 16), dtype=jnp.uint32)
+    key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), stream)
+    return jax.random.bits(key, shape, "uint32")
+
+
 def emulated(x: Blocks, axis: int, block: int, *, square: bool = False, dtype: str) -> QTensor:
     """Converts an array in a block format to a QTensor whose values include the scales of the blocks.
 
@@ -174,6 +198,56 @@ def emulated(x: Blocks, axis: int, block: int, *, square: bool = False, dtype: s
     """
     values = x.values * _spread(x.scales, x.values.shape, axis, block, square)
     return QTensor(values.astype(dtype), x.scale)
+
+
+def estimator(w: jax.Array, dtype: str, power: float) -> jax.Array:
+    """The derivative of a smooth approximation of rounding the columns of a weight.
+
+    With a column scaled to the largest value of `dtype`, and neighbours a <= |w| < a + d in `dtype`::
+
+        t = 2 (|w| - a) / d - 1        f(w) = a + d / 2 (1 + sign(t) |t| ** (1 / power))
+        df / dw = min(|t| ** (1 / power - 1) / power, 3)
+
+    f is the identity for power 1, and rounding for an infinite power.
+
+    Args:
+      w: [k, n] float16, bfloat16 or float32.
+      dtype: see `quantize_blocks`.
+      power: at least 1.
+
+    Returns:
+      float32 [k, n], the factor of the gradient of the rounded weight.
+
+    >>> w = jnp.array([[6.0], [2.0], [2.4]])
+    >>> [round(float(factor), 2) for factor in estimator(w, "float4_e2m1fn", 5.0)[:, 0]]
+    [0.2, 0.2, 0.72]
+
+    References:
+      Wang et al., "Optimizing large language model training using FP4 quantization", 2025,
+      https://arxiv.org/abs/2501.17116
+    """
+    maxima = jnp.maximum(absolute_maximum(w, (0,)), SMALLEST_ABSMAX)
+    scaled = to_float32(w) * divide(ELEMENTS[dtype], maxima)
+    steps = jnp.abs(scaled) / spacing_of(scaled, dtype)
+    t = jnp.abs(2 * (steps - jnp.floor(steps)) - 1)
+    return jnp.minimum(t ** (1 / power - 1) / power, 3)
+
+
+def clamped(x: jax.Array, quantile: float) -> jax.Array:
+    """Clips each row to two of its elements, those of the ranks (1 - quantile) n and quantile n of n.
+
+    Args:
+      x: [..., n].
+      quantile: in [0.5, 1).
+
+    >>> clamped(jnp.array([[5.0, -9.0, 2.0, 1.0]]), 0.75).tolist()
+    [[5.0, 1.0, 2.0, 1.0]]
+    """
+    ordered, n = jnp.sort(x, axis=-1), x.shape[-1]
+    low, high = (
+        ordered[..., rank : rank + 1] for rank in (int((1 - quantile) * n), int(quantile * n))
+    )
+    return jnp.clip(x, low, high)
 
 
 def _split(x: jax.Array, axis: int, block: int) -> jax.Array:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from swjax.kernels import dispatch, reference, targets
-from swjax.kernels.block_formats.reference import emulated, quantize_blocks
+from swjax.kernels.block_formats.reference import clamped, emulated, quantize_blocks, random_bits
 from swjax.kernels.reference import QTensor
 from swjax.linear.layouts import Spec, as_matrix, quantized_specs, specs_of
 from swjax.linear.sharding import Sharding
@@ -162,15 +162,19 @@ def quantize_sharded(
     transpose: bool = False,
 ) -> QTensor:
     """Rotates and quantizes x for a product that sums over `axis`; for axis 0, as a matrix of all tokens."""
-    sharding, per_tensor = layer.sharding, quantizer.scope == "tensor"
+    sharding, per_tensor = layer.sharding, quantizer.has_one_scale
     out_spec = as_matrix(spec, False) if axis == 0 else spec
     shared = out_spec if per_tensor else (out_spec[axis],)
     options: dict[str, Any] = {"dtype": quantizer.dtype, "transpose": transpose}
     options["implementation"] = layer.implementation
     rotation, whole = quantizer.rotation, not sharding.sharded_axes(*shared)
+    constant = quantizer.static_scale(x.shape) if quantizer.is_static else None
 
     def step(x):
         x = as_rows(x) if axis == 0 else x
+        if constant is not None:
+            q = reference.quantize_static(x, constant, quantizer.dtype)
+            return q.T if transpose else q
         if rotation > 1 and quantizer.scope == "row" and whole:
             rotated: dict[str, Any] = {"rotation": rotation, "dtype": quantizer.dtype}
             rotated["implementation"] = layer.implementation
@@ -197,21 +201,25 @@ def quantize_in_blocks(
     """Rounds x to a block format for a product that sums over `axis`; for axis 0, as a matrix of all tokens.
 
     Each device forms blocks of its own elements. To rotate tokens, zeros fill the last group of a device, for
-    both operands of the weight gradient alike.
+    both operands of the weight gradient alike. The elements of a device seed its stochastic rounding.
     """
+    axis = 0 if quantizer.scope == "column" else axis
     sharding, whole = layer.sharding, as_matrix(spec, False) if axis == 0 else spec
     rotation = quantizer.rotation
 
     def step(x):
+        given = x
         if axis == 0:
             x = rotated_tokens(as_rows(x), rotation)
         else:
             x = reference.rotate_features(x, rotation, axis)
-        absmax = None
+        absmax = bits = None
+        if quantizer.stochastic:  # rotated elements may differ in the last bit between platforms
+            bits = random_bits(given, x.shape, stream=axis + 1)
         if sharding.sharded_axes(*whole):
             absmax = reference.absolute_maximum(x, tuple(range(x.ndim)))
             absmax = sharding.maximum(absmax, *whole)
-        return _in_blocks(x, absmax, axis, quantizer)
+        return _in_blocks(x, absmax, bits, axis, quantizer)
 
     specs = quantized_specs(whole, Spec(() for _ in whole))
     return sharding.map_shards(step, (x,), (spec,), specs)
@@ -219,8 +227,14 @@ def quantize_in_blocks(
 
 # One program also outside `jax.jit`, instead of one for each of its 40 operations.
 @partial(jax.jit, static_argnames=("axis", "quantizer"))
-def _in_blocks(x: jax.Array, absmax: jax.Array | None, axis: int, quantizer: Quantizer) -> QTensor:
-    block, square = quantizer.block, quantizer.scope == "square"
+def _in_blocks(
+    x: jax.Array,
+    absmax: jax.Array | None,
+    bits: jax.Array | None,
+    axis: int,
+    quantizer: Quantizer,
+) -> QTensor:
+    block, square = quantizer.block or max(x.shape[axis], 1), quantizer.scope == "square"
     blocks = quantize_blocks(
         x,
         axis,
@@ -229,6 +243,7 @@ def _in_blocks(x: jax.Array, absmax: jax.Array | None, axis: int, quantizer: Qua
         scale=quantizer.scale,
         square=square,
         absmax=absmax,
+        bits=bits,
     )
     dtype = "float32" if quantizer.scale == "float32" else "bfloat16"
     return emulated(blocks, axis, block, square=square, dtype=dtype)
@@ -246,8 +261,13 @@ def rotated_tokens(x: jax.Array, rotation: int) -> jax.Array:
     return reference.rotate_features(x, rotation, 0)
 
 
-def quantize_weight_both_ways(w: jax.Array, dtype: str, layer: Layer) -> tuple[QTensor, QTensor]:
+def quantize_weight_both_ways(
+    w: jax.Array, quantizer: Quantizer, layer: Layer
+) -> tuple[QTensor, QTensor]:
     """Quantizes w [k, n] with one scale; returns the quantized matrix and its quantized transpose."""
+    if quantizer.is_static:
+        quantize = partial(quantize_sharded, quantizer, w, layer.sharding.w, -1, layer)
+        return quantize(), quantize(transpose=True)
     sharding, one = layer.sharding, Spec(((), ()))
 
     def step(w):
@@ -257,7 +277,11 @@ def quantize_weight_both_ways(w: jax.Array, dtype: str, layer: Layer) -> tuple[Q
         if sharding.sharded_axes(*sharding.w):
             absmax = sharding.maximum(reference.absolute_maximum(absmax, (0,)), *sharding.w)
         return dispatch.run(
-            "quantize_both", w, absmax, dtype=dtype, implementation=layer.implementation
+            "quantize_both",
+            w,
+            absmax,
+            dtype=quantizer.dtype,
+            implementation=layer.implementation,
         )
 
     w_spec = sharding.w
@@ -282,15 +306,22 @@ def quantize_gradient(g: jax.Array, dtype: str, layer: Layer) -> tuple[QTensor, 
 
 
 def split_outliers(
-    x: jax.Array, threshold: float, spec: Spec, layer: Layer
+    x: jax.Array, product: Product, spec: Spec, layer: Layer
 ) -> tuple[jax.Array, jax.Array]:
-    """Splits x into a sum of two: features below `threshold` for every token, and the other features."""
+    """Splits x into a sum of two, of which the first is quantized.
+
+    With a threshold, that are features below it for every token, and the other features; with a quantile, the
+    clipped rows of a device, and the rest of each element.
+    """
     sharding = layer.sharding
 
     def step(x):
+        if product.outlier_quantile:
+            inside = clamped(x, product.outlier_quantile)
+            return inside, x - inside
         features = reference.absolute_maximum(x, tuple(range(x.ndim - 1)))
         # NaN counts as an outlier, on every platform.
-        outlier = ~(sharding.maximum(features, *sharding.tokens) < threshold)
+        outlier = ~(sharding.maximum(features, *sharding.tokens) < product.outlier_threshold)
         zero = jnp.zeros((), x.dtype)
         return jnp.where(outlier, zero, x), jnp.where(outlier, x, zero)
 

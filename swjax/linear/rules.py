@@ -37,6 +37,7 @@ from swjax.linear.layouts import Spec
 from swjax.linear.products import (
     Layers,
     RowScales,
+    estimated,
     input_gradients,
     output,
     read_gradient,
@@ -127,7 +128,7 @@ def _quantized_weight(w: jax.Array | QTensor, layer: Layer) -> Operand:
     if fwd is None or fwd.in_blocks:  # blocks extend along the axis that a product sums over
         return Operand(w)
     if layer.recipe.quantizes_weight_once and layer.reads_last_axis:
-        known = Operand(None, *quantize_weight_both_ways(w, fwd.rhs.dtype, layer))
+        known = Operand(None, *quantize_weight_both_ways(w, fwd.rhs, layer))
     else:
         known = read(fwd.rhs, Operand(w), layer.sharding.w, 0, layer)
     q, transposed = (form and name_for_checkpoint(form, "swjax_w") for form in known[1:3])
@@ -201,6 +202,7 @@ def backward(
         x = Operand(recomputed) if recompute else x
     scales = RowScales(x_scale, tuple(g.quantized.scale if g.quantized else None for g in gs))
     dws = weight_gradients(x, tuple(Operand(g.array) for g in gs), layers, scales)
+    dws = tuple(map(estimated, dws, ws, layers))
     return LayerArrays(dx, dws, dbiases, dprologue)
 
 
