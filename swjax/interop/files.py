@@ -1,5 +1,6 @@
 """Reads weights of CLIP models, and writes safetensors; checks every tensor before reading any."""
 
+import contextlib
 import functools
 import json
 from collections.abc import Callable, Iterable
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx, traverse_util
 
-from swjax.data import files
+from swjax.data import files, vocabulary
 from swjax.interop import big_vision, configs, hub, weight_files
 from swjax.interop.layouts import LAYOUTS, WeightFormat, for_our_images, for_their_images, tensors
 from swjax.models import clip
@@ -89,6 +90,26 @@ def configuration(path: str | Path) -> clip.CLIPConfig:
         return _read_config(file, _layout_of(file, opened.keys()))[0]
 
 
+def tokenizer(path: str | Path) -> str:
+    """Returns the path of the tokenizer next to weights, for `swjax.data.tokenize`; "" if there is none.
+
+    Args:
+      path: see `load`; also a run's workdir, or an fsspec address of weights or of their folder.
+    """
+    address = str(path)
+    if files.is_remote(address):
+        is_file = weight_files.is_name(address)
+        folder = address.rpartition("/")[0] if is_file else address.rstrip("/")
+    else:
+        found = hub.resolve(path)
+        folder = str(found if found.is_dir() else found.parent)
+    for name in vocabulary.FILES:
+        with contextlib.suppress(OSError):
+            files.size_and_version(f"{folder}/{name}")
+            return f"{folder}/{name}"
+    return ""
+
+
 def read(
     path: str | Path, cfg: clip.CLIPConfig | None = None
 ) -> tuple[clip.CLIPConfig, dict[str, np.ndarray]]:
@@ -128,7 +149,9 @@ def read(
     return cfg, for_our_images(parameters, prepared.mean, prepared.std)
 
 
-def save(folder: str | Path, model: clip.CLIP, layout: str = "open_clip") -> None:
+def save(
+    folder: str | Path, model: clip.CLIP, layout: str = "open_clip", tokenizer: str = ""
+) -> None:
     """Writes a model and its config as float32 safetensors for other libraries.
 
     Args:
@@ -137,9 +160,10 @@ def save(folder: str | Path, model: clip.CLIP, layout: str = "open_clip") -> Non
       model: any CLIP; its recipe and dtype are not saved.
       layout: "open_clip" (also OpenAI's layout), "huggingface", "siglip" (Hugging Face's layout of SigLIP) or
         "big_vision", which writes model.npz.
+      tokenizer: a file to copy to the folder, for a model with another vocabulary than CLIP's; "" copies none.
 
     Raises:
-      ModuleNotFoundError: safetensors is not installed.
+      FileNotFoundError, ModuleNotFoundError: the tokenizer does not exist, or safetensors is not installed.
       ValueError: the layout does not exist, or has no name for a parameter of this model, or the model is
         prequantized.
 
@@ -155,6 +179,11 @@ def save(folder: str | Path, model: clip.CLIP, layout: str = "open_clip") -> Non
         )
     parameters = jax.tree.map(np.asarray, _flat(nnx.state(model, nnx.Param)))
     folder = Path(folder)
+    if tokenizer:
+        ending = Path(tokenizer).suffix
+        content = Path(tokenizer).read_bytes()
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / f"tokenizer{ending}", content)
     if model.cfg.siglip:
         parameters = for_their_images(parameters, configs.SIGLIP.mean, configs.SIGLIP.std)
     if layout == "big_vision":
