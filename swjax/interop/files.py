@@ -21,9 +21,10 @@ from swjax.serving import tensor_files
 from swjax.serving.models import is_prequantized, read_metadata
 
 _READERS = {"open_clip": configs.from_open_clip, "huggingface": configs.from_hugging_face,
-            "siglip": configs.from_siglip}  # fmt: skip
+            "siglip": configs.from_siglip, "open_clip_siglip": configs.from_open_clip_siglip}  # fmt: skip
 _WRITERS = {"open_clip": configs.to_open_clip, "huggingface": configs.to_hugging_face,
             "siglip": configs.to_siglip}  # fmt: skip
+_SIGLIPS = ("siglip", "open_clip_siglip")
 PROCESSOR = "preprocessor_config.json"  # how Hugging Face prepares pictures
 _LARGEST_CONFIG = 2**24  # bytes
 _EXACT = ("F32", "F16", "BF16")  # dtypes that convert to float32 exactly
@@ -136,7 +137,7 @@ def read(
     with weight_files.open_weights(path) as file:
         found = {name: file.get_slice(name) for name in file.keys()}
         layout = _layout_of(path, found)
-        prepared = configs.SIGLIP if layout == "siglip" else configs.Preparation()
+        prepared = configs.SIGLIP if layout in _SIGLIPS else configs.Preparation()
         if cfg is None:
             cfg, prepared = _read_config(path, layout)
         state = nnx.state(_abstract(cfg))
@@ -169,7 +170,7 @@ def save(
 
     See `load` for an example.
     """
-    layouts = (*LAYOUTS, "big_vision")
+    layouts = (*_WRITERS, "big_vision")
     if layout not in layouts:
         raise ValueError(f"layout must be one of {', '.join(layouts)}, got {layout!r}")
     if is_prequantized(model):
@@ -213,7 +214,7 @@ def _flat(tree) -> dict:
 
 def _layout_of(path: Path, names: Iterable[str]) -> str:
     # Hugging Face's two layouts share most names.
-    for name in ("siglip", "open_clip", "huggingface"):
+    for name in ("siglip", "open_clip_siglip", "open_clip", "huggingface"):
         if LAYOUTS[name].marker in names:
             return name
     if weight_files.is_safetensors(path) and read_metadata(path) is not None:
@@ -237,7 +238,7 @@ def _read_config(path: Path, layout: str) -> tuple[clip.CLIPConfig, configs.Prep
             f'in cfg=clip.config("vit_b32", gelu="quick", recipe="standard", dtype="float32")'
         )
     described = _parse(file, _READERS[layout])
-    if layout == "open_clip":
+    if layout.startswith("open_clip"):
         prepared = _parse(file, configs.open_clip_preparation)
     else:
         read = functools.partial(configs.hugging_face_preparation, cfg=described)

@@ -94,7 +94,9 @@ class _Library(NamedTuple):
 
 _FILES = {
     "open_clip": _Library(
-        "open_clip_config.json", ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
+        "open_clip_config.json",
+        ("open_clip_model.safetensors", "open_clip_pytorch_model.bin"),
+        ("tokenizer.json",),
     ),
     "huggingface": _Library(
         "config.json",
@@ -104,7 +106,7 @@ _FILES = {
             "pytorch_model.bin",
             "pytorch_model.bin.index.json",
         ),
-        ("preprocessor_config.json",),
+        ("preprocessor_config.json", "tokenizer.json", "spiece.model"),
     ),
 }
 _NAME = re.compile(r"(hf-hub:)?([\w-][\w.-]*)/([\w-][\w.-]*?)(?:@([\w-][\w.-]*))?")
