@@ -101,8 +101,8 @@ KEYS: dict[str, tuple] = {
     "data.image_size": (64, "[0, 4096]", "pixels, height = width; 0: the weights' own"),
     "data.context_length": (16, "[0, 4096]", "tokens a caption; 0: the weights' own"),
     "data.tokenizer": ("", None,
-        "SigLIP's tokenizer.json or model of SentencePiece, a path or an fsspec address; the run keeps a copy. "
-        "'': that of the weights, or CLIP's"),
+        "SigLIP's tokenizer.json or model of SentencePiece, a path or an fsspec address, which the run "
+        "copies; '': that of the weights, or CLIP's"),
     "data.augment": (True, None, "light augmentation of the training images, on the device"),
     "data.workers": (0, "[0, 4096]", "loader processes; 0: threads"),
     "data.shuffle": ("global", ("global", "shard"),

@@ -1,12 +1,12 @@
-"""SigLIP 2's ViT-B/16 with the sigmoid loss alone, in int8; hyperparameters of arXiv 2502.14786 and 2303.15343.
+"""SigLIP 2's ViT-B/16, its sigmoid loss alone, in int8; hyperparameters of arXiv 2502.14786 and 2303.15343.
 
 Command:  hf download google/siglip2-base-patch16-256 tokenizer.json --local-dir data/siglip2
           python train.py --config=configs/siglip2.py --workdir=runs/siglip2
 Hardware: estimated, not run at this size: 64 GPUs of 80 GB. With fewer GPUs set
           --config.train.accumulation=N, which keeps the loss, or a smaller --config.train.batch_size.
 Data:     synthetic, for benchmarks; --config.data.name chooses another.
-Without:  the captioning decoder (LocCa), self-distillation and masked prediction, the curation of the data, and
-          several shapes of images in one model (NaFlex). Weight decay includes the token embedding.
+Without:  the captioning decoder (LocCa), self-distillation and masked prediction, the curation of the data,
+          and pictures of several shapes (NaFlex). Weight decay includes the token embedding.
 """
 
 from ml_collections import ConfigDict

@@ -22,7 +22,12 @@ def t5_json(path, sentinels: int = 0) -> list[str]:
     pieces = ["<pad>", "</s>", "<unk>", SPACE, *LETTERS]
     extra = [f"<extra_id_{i}>" for i in range(sentinels)]
     vocab = [[piece, -float(i)] for i, piece in enumerate([*pieces, *extra])]
-    metaspace = {"type": "Metaspace", "replacement": SPACE, "prepend_scheme": "always", "split": True}
+    metaspace = {
+        "type": "Metaspace",
+        "replacement": SPACE,
+        "prepend_scheme": "always",
+        "split": True,
+    }
     added = [_special(i, piece) for i, piece in enumerate(pieces[:3])]
     _write(path, {"type": "Unigram", "unk_id": 2, "vocab": vocab}, added, None, metaspace)
     return pieces

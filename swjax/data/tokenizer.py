@@ -1,4 +1,4 @@
-"""Tokenizes captions. CLIP's tokenizer is lower-cased byte-pair encoding, identical to OpenAI's and open_clip's.
+"""Tokenizes captions. CLIP's tokenizer is lower-cased byte-pair encoding, as OpenAI's and open_clip's.
 
 Its vocabulary file bpe_simple_vocab_16e6.txt.gz is OpenAI's, under the MIT license
 (LICENSE-bpe_simple_vocab.txt, next to it).

@@ -1,8 +1,8 @@
-"""SigLIP's vocabularies, from files of the packages `tokenizers` (tokenizer.json) and `sentencepiece` (.model).
+"""SigLIP's vocabularies: a tokenizer.json of the package `tokenizers`, or a model of `sentencepiece`.
 
-Two kinds of files are published. Those of SigLIP end a text by "</s>", which is also the padding, and remove
-punctuation. Those of SigLIP 2, Gemma's, end it by "<eos>", pad by "<pad>", and keep punctuation. Both are
-lower-cased. Nothing else is cleaned: captions keep the letters of every script.
+SigLIP removes punctuation, ends a text by "</s>" and pads with it. SigLIP 2, whose vocabulary is Gemma's,
+keeps punctuation, ends a text by "<eos>" and pads with "<pad>". Both lower-case. Nothing else is cleaned:
+captions keep the letters of every script.
 """
 
 import functools
@@ -61,7 +61,11 @@ def open_vocabulary(path: str) -> Vocabulary:
     if gemma is not None:
         padding = id_of("<pad>")
         return Vocabulary(
-            lambda text: encode(text.lower()), size, (), gemma, gemma if padding is None else padding
+            lambda text: encode(text.lower()),
+            size,
+            (),
+            gemma,
+            gemma if padding is None else padding,
         )
     if end is None:
         raise ValueError(
@@ -94,7 +98,12 @@ def _json(path: str):
     def encode(text: str) -> list[int]:
         return opened.encode(text, add_special_tokens=False).ids
 
-    return encode, opened.token_to_id, lambda i: opened.id_to_token(i) or "", opened.get_vocab_size()
+    return (
+        encode,
+        opened.token_to_id,
+        lambda i: opened.id_to_token(i) or "",
+        opened.get_vocab_size(),
+    )
 
 
 def _sentencepiece(path: str):
@@ -116,6 +125,4 @@ def _sentencepiece(path: str):
 
 def _damaged(path: str, error: Exception) -> str:
     reason = " ".join(str(error).split())
-    return (
-        f"{path} is neither a tokenizer.json nor a model of SentencePiece ({reason:.100}): download it again"
-    )
+    return f"{path} is neither a tokenizer.json nor SentencePiece's model ({reason:.99}): download it again"

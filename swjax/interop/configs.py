@@ -128,10 +128,10 @@ def from_open_clip_siglip(file: Mapping) -> CLIPConfig:
     named = _TIMM_SIGLIP.fullmatch(str(vision.get("timm_model_name")))
     if not named:
         raise ValueError(
-            f"vision_cfg.timm_model_name must be that of a SigLIP, such as 'vit_base_patch16_siglip_224', got "
-            f"{vision.get('timm_model_name')!r:.80}"
+            f"vision_cfg.timm_model_name must be that of a SigLIP, such as 'vit_base_patch16_siglip_224', "
+            f"got {vision.get('timm_model_name')!r:.80}"
         )
-    fixed = {"timm_pool": "map", "timm_proj": "none"}
+    fixed: dict[str, Any] = {"timm_pool": "map", "timm_proj": "none"}
     for key, value in fixed.items():
         _need(f"vision_cfg.{key}", vision.get(key), value)
     _refuse("vision_cfg", vision, {"image_size", "timm_model_name", *fixed}, {})
@@ -140,7 +140,9 @@ def from_open_clip_siglip(file: Mapping) -> CLIPConfig:
         _need(f"text_cfg.{key}", text.get(key), value)
     _need("text_cfg.norm_kwargs", text.get("norm_kwargs"), {"eps": 1e-6})
     tokens = {"hf_tokenizer_name", "tokenizer_kwargs", "norm_kwargs", "act_kwargs"}
-    _refuse("text_cfg", text, _OPEN_CLIP_TEXT.keys() | fixed.keys() | tokens, {"proj_type": "linear"})
+    _refuse(
+        "text_cfg", text, _OPEN_CLIP_TEXT.keys() | fixed.keys() | tokens, {"proj_type": "linear"}
+    )
     width, layers, heads, hidden = _SIGLIP_TOWERS[named[1]]
     patch = int(named[2])
     _check_sizes("model_cfg", model)
@@ -269,7 +271,11 @@ def hugging_face_preparation(file: Mapping, cfg: CLIPConfig) -> Preparation:
     if crops:
         cut = file.get("crop_size", side)
         sides += list(cut.values()) if isinstance(cut, Mapping) else [cut]
-    if not kind or (kind == "shortest" and not crops) or any(each - each % patch != side for each in sides):
+    if (
+        not kind
+        or (kind == "shortest" and not crops)
+        or any(each - each % patch != side for each in sides)
+    ):
         raise ValueError(
             f"size must be the shortest edge with a center crop, or height and width, all {side}, got "
             f"size={size!r:.80}, crop_size={file.get('crop_size')!r:.80}, do_center_crop={crops}: {_PREPARE}"

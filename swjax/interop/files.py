@@ -161,7 +161,7 @@ def save(
       model: any CLIP; its recipe and dtype are not saved.
       layout: "open_clip" (also OpenAI's layout), "huggingface", "siglip" (Hugging Face's layout of SigLIP) or
         "big_vision", which writes model.npz.
-      tokenizer: a file to copy to the folder, for a model with another vocabulary than CLIP's; "" copies none.
+      tokenizer: a file to copy to the folder, for a model without CLIP's vocabulary; "" copies none.
 
     Raises:
       FileNotFoundError, ModuleNotFoundError: the tokenizer does not exist, or safetensors is not installed.

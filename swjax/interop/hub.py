@@ -133,6 +133,8 @@ def named(address: str | Path) -> Model | None:
 
     >>> named("ViT-B-32/openai").repository, named("google/siglip-base-patch16-224@main").library
     ('timm/vit_base_patch32_clip_224.openai', 'huggingface')
+    >>> named("ViT-H-14-quickgelu/dfn5b").repository, named("ViT-B-16-SigLIP2/webli").repository
+    ('apple/DFN5B-CLIP-ViT-H-14', 'timm/ViT-B-16-SigLIP2')
     >>> named("./weights/mine"), named("mine.safetensors"), named("gs://bucket/mine")
     (None, None, None)
     """
@@ -143,7 +145,9 @@ def named(address: str | Path) -> Model | None:
     prefix, owner, name, revision = found.groups()
     if not prefix and Path(owner).is_dir():  # a mistyped path
         return None
-    architecture = owner.removesuffix("-quickgelu")  # the same weights, whose config has the activation
+    architecture = owner.removesuffix(
+        "-quickgelu"
+    )  # the same weights, whose config has the activation
     repository = OPEN_CLIP.get(architecture, {}).get(name) if not prefix else None
     open_clip = prefix or repository or owner == "timm"
     library = "open_clip" if open_clip else "huggingface"

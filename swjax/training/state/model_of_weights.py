@@ -111,7 +111,7 @@ def _section(config: ConfigDict, key: str) -> ConfigDict:
 
 
 def _model_of_weights(config: ConfigDict, workdir: Path) -> tuple[clip.CLIPConfig, str]:
-    """The model of the run in the workdir if it began with these weights, else of the weights; its address."""
+    """The model of the run in the workdir if it began with these weights, else of these; and its address."""
     c = config.checkpoint
     address = (c.init_from or c.resume).removeprefix("file://")
     if not address:
