@@ -121,7 +121,7 @@ def test_from_big_vision_with_another_tokenizer(tmp_path):
     encoder = inference.load(tmp_path / "model.npz")
     assert np.isfinite(encoder.encode_image(IMAGES)).all()
     for embed_texts in (encoder.encode_text, encoder.classifier):
-        with pytest.raises(ValueError, match="tokenizer has 60 tokens, but swjax reads texts with"):
+        with pytest.raises(ValueError, match="has 60 token ids, and CLIP's tokenizer 49408"):
             embed_texts(["fox"])
     with pytest.raises(config_lib.ConfigError, match="cannot score .* has 60 tokens"):
         score(weights=tmp_path / "model.npz", sets=["folders:pets"])
