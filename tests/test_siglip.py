@@ -9,18 +9,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import siglip_files
-from clip_oracle import random_model, small_config
+from clip_oracle import random_model, small_config, write_weights
 from flax import nnx
 from micro_run import MICRO, ROOT, UNDIAGNOSED
 
 from swjax import data, inference, interop
 from swjax.data.vocabulary import open_vocabulary
 from swjax.evaluate.scoring import score
+from swjax.inference import export_command
 from swjax.models import clip
 from swjax.tools import plan
 from swjax.training import config as config_lib
 from swjax.training.config import ConfigError
 from swjax.training.loop import train_and_evaluate
+from swjax.training.state.model_of_weights import keep_tokenizer, settle_model
 
 NEEDED = {".json": "tokenizers", ".model": "sentencepiece"}
 KINDS = {
@@ -126,9 +128,7 @@ def test_bad_tokenizers_are_one_line(gemma, tmp_path):
 def test_a_damaged_model_of_sentencepiece_is_one_line(tmp_path):
     pytest.importorskip("sentencepiece")
     (tmp_path / "cut.model").write_bytes(b"\x0a\x05abc")
-    with pytest.raises(
-        ValueError, match="cut.model is neither .* nor SentencePiece's model"
-    ) as e:
+    with pytest.raises(ValueError, match="cut.model is neither .* nor SentencePiece's model") as e:
         data.tokenize("a", 8, str(tmp_path / "cut.model"))
     assert "\n" not in str(e.value)
 
@@ -151,20 +151,24 @@ def test_weights_bring_their_tokenizer(files, tmp_path):
 
 
 def test_weights_without_their_tokenizer_are_one_line(gemma, tmp_path):
+    """Such as an .npz of big_vision; images need none."""
     _, pieces = gemma
-    interop.save(tmp_path / "weights", siglip(pieces), "siglip")
+    interop.save(tmp_path, siglip(pieces), "big_vision")
+    file = tmp_path / "model.npz"
+    encoder = inference.load(file)
+    assert np.isfinite(encoder.encode_image(np.zeros((32, 40, 3), np.uint8))).all()
     for use in (
-        lambda: inference.load(tmp_path / "weights").encode_text("a"),
-        lambda: inference.load(tmp_path / "weights").classifier(["a"]),
-        lambda: score(weights=tmp_path / "weights", sets=["folders:pets"]),
+        lambda: encoder.encode_text("a"),
+        lambda: encoder.classifier(["a"]),
+        lambda: score(weights=file, sets=["folders:pets"]),
     ):
         with pytest.raises((ValueError, ConfigError), match="put the model's tokenizer.json or"):
             use()
-    siglip_files.t5_json(tmp_path / "weights" / "tokenizer.json")  # it has one piece less
+    siglip_files.t5_json(tmp_path / "tokenizer.json")  # it has one piece less
     with pytest.raises(
         ValueError, match=f"model has {len(pieces)} token ids, and the tokenizer .*"
     ):
-        inference.load(tmp_path / "weights").encode_text("a")
+        inference.load(file).encode_text("a")
 
 
 def small(**changes):
@@ -220,3 +224,62 @@ def test_the_tokenizer_of_a_run_must_fit_its_model(shared_cache, gemma, tmp_path
                 plan.show(small(**changes), "")
     assert plan.show(small(), "") == 0
     assert "tokenizer      training needs data/siglip2/tokenizer.json" in capsys.readouterr().out
+
+
+def test_a_run_takes_the_tokenizer_of_its_weights(gemma, tmp_path):
+    """Next to a file or a folder, here or at an address; not that of a run with CLIP's vocabulary."""
+    path, pieces = gemma
+    folder = tmp_path / "weights"
+    interop.save(folder, siglip(pieces), "siglip", path)
+    fsspec = pytest.importorskip("fsspec")
+    fsspec.filesystem("memory").put(f"{folder}/", "/siglip/", recursive=True)
+    for address, expected in (
+        (str(folder), f"{folder}/tokenizer.json"),
+        (f"{folder}/model.safetensors", f"{folder}/tokenizer.json"),
+        ("memory://siglip", "memory://siglip/tokenizer.json"),
+        ("memory://siglip/model.safetensors", "memory://siglip/tokenizer.json"),
+    ):
+        config = config_lib.load(f"{ROOT}/configs/finetune.py", [("checkpoint.init_from", address)])
+        settled = settle_model(config, tmp_path / "none")
+        assert settled.data.tokenizer == expected
+        assert settled.model.text.vocab_size == len(pieces)
+        (tmp_path / "run").mkdir(exist_ok=True)
+        kept = keep_tokenizer(settled, tmp_path / "run").data.tokenizer
+        assert Path(kept).read_bytes() == Path(path).read_bytes()
+    write_weights(tmp_path / "clip")
+    shutil.copy(path, tmp_path / "clip" / "tokenizer.json")  # CLIPs have one too
+    address = ("checkpoint.init_from", str(tmp_path / "clip"))
+    config = config_lib.load(f"{ROOT}/configs/finetune.py", [address])
+    assert settle_model(config, tmp_path / "none").data.tokenizer == ""
+    assert inference.load(tmp_path / "clip").tokenizer == ""
+
+
+@pytest.mark.release
+def test_a_siglip_is_fine_tuned_and_exported(shared_cache, gemma, tmp_path):
+    """From its weights alone; the run of that is the start of another, and its export a start as well."""
+    path, pieces = gemma
+    interop.save(tmp_path / "weights", siglip(pieces), "siglip", path)
+    sizes = {
+        key: value for key, value in MICRO.items() if not key.startswith(("model.", "optimizer"))
+    }
+    sizes |= {"train.steps": 2, "train.compilation_cache": shared_cache, "model.recipe": "standard"}
+    sizes |= {
+        "data.image_size": 0,
+        "data.context_length": 0,
+        "model.dtype": "float32",
+    } | UNDIAGNOSED
+
+    def tune(address, run):
+        pairs = [(key, str(value)) for key, value in sizes.items()]
+        config = config_lib.load(
+            f"{ROOT}/configs/finetune.py", [*pairs, ("checkpoint.init_from", str(address))]
+        )
+        assert train_and_evaluate(config, run) == 0
+        return inference.load(run)
+
+    first = tune(tmp_path / "weights", tmp_path / "first")
+    assert first.tokenizer == str(tmp_path / "first" / "tokenizer.json")
+    assert export_command.main([str(tmp_path / "first"), str(tmp_path / "exported")]) == 0
+    for address in (tmp_path / "first", tmp_path / "exported"):
+        again = tune(address, tmp_path / f"{address.name}_again")
+        assert Path(again.tokenizer).read_bytes() == Path(path).read_bytes()
