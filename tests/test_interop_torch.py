@@ -251,10 +251,11 @@ def siglip(**options):
     )
 
 
-def assert_siglip_parity(ours, theirs):
-    """Both models get the same pixels, each normalised in its own way."""
+def assert_siglip_parity(ours, theirs, unseen=0):
+    """Both models get the same pixels, each normalised in its own way; theirs gets `unseen` more."""
     images, tokens = inputs(ours.cfg)
     pixels = np.asarray(images) * data.images.STD + data.images.MEAN
+    pixels = np.pad(pixels, [(0, 0), (0, unseen), (0, unseen), (0, 0)])
     rescaled = torch.from_numpy(np.float32((pixels - 0.5) / 0.5).transpose(0, 3, 1, 2).copy())
     with torch.no_grad():
         out = theirs(input_ids=torch.from_numpy(np.array(tokens, np.int64)), pixel_values=rescaled)
@@ -275,9 +276,14 @@ def test_our_siglip_in_transformers(tmp_path):
     assert_siglip_parity(model, theirs.eval())
 
 
-def test_transformers_siglip_in_ours(tmp_path):
+@pytest.mark.parametrize("unseen", thinning.first([0, 5]))
+def test_transformers_siglip_in_ours(tmp_path, unseen):
+    """Of google/siglip-so400m-patch14-384, the last pixels that are no whole patch are not seen."""
     interop.save(tmp_path, nnx.merge(*random_model(siglip())), "siglip")  # for the config file
     (tmp_path / LAYOUTS["siglip"].weights).unlink()
+    described = json.loads((tmp_path / "config.json").read_text())
+    described["vision_config"]["image_size"] += unseen
+    (tmp_path / "config.json").write_text(json.dumps(described))
     torch.manual_seed(0)
     theirs = transformers.SiglipModel(transformers.SiglipConfig.from_pretrained(tmp_path)).eval()
     with torch.no_grad():
@@ -286,9 +292,9 @@ def test_transformers_siglip_in_ours(tmp_path):
     theirs.save_pretrained(tmp_path)
     ours = interop.load(tmp_path)
     assert ours.cfg.siglip
-    assert_siglip_parity(ours, theirs)
+    assert_siglip_parity(ours, theirs, unseen)
     interop.save(tmp_path / "npz", ours, "big_vision")
-    assert_siglip_parity(interop.load(tmp_path / "npz" / "model.npz"), theirs)
+    assert_siglip_parity(interop.load(tmp_path / "npz" / "model.npz"), theirs, unseen)
 
 
 def test_open_clips_siglip_in_ours(tmp_path):
