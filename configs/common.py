@@ -36,6 +36,7 @@ KEYS: dict[str, tuple] = {
     "model.text.layers": (0, "[0, 1024]", "blocks; 0: the named model's own"),
     "model.text.heads": (0, "[0, 1024]", "attention heads a block; 0: the named model's own"),
     "model.text.mlp_ratio": (0.0, "[0, 64]", "features of the MLP / width; 0: the named model's own"),
+    "model.text.vocab_size": (0, "[0, 16777216]", "token ids; 0: the named model's own, those of CLIP"),
     "model.embed_dim": (0, "[0, 65536]", "features of an embedding; 0: the named model's own"),
     "model.recipe": ("switchback", (
         "standard", "switchback", "switchback_m", "switchback_q", "switchback_hadamard",
@@ -99,6 +100,9 @@ KEYS: dict[str, tuple] = {
     "data.dir": ("data", None, "directory of prepared data sets"),
     "data.image_size": (64, "[0, 4096]", "pixels, height = width; 0: the weights' own"),
     "data.context_length": (16, "[0, 4096]", "tokens a caption; 0: the weights' own"),
+    "data.tokenizer": ("", None,
+        "SigLIP's tokenizer.json or model of SentencePiece, a path or an fsspec address, which the run "
+        "copies; '': that of the weights, or CLIP's"),
     "data.augment": (True, None, "light augmentation of the training images, on the device"),
     "data.workers": (0, "[0, 4096]", "loader processes; 0: threads"),
     "data.shuffle": ("global", ("global", "shard"),

@@ -15,7 +15,7 @@ from swjax.training import optimizer, setup
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = sorted(path.stem for path in (ROOT / "configs").glob("*.py") if path.stem != "common")
-OTHERS = {"finetune", "icons", "openmoji"}  # not models of the paper
+OTHERS = {"finetune", "icons", "openmoji", "siglip2"}  # not models of the paper
 PARAMETERS = {
     "vit_b32": 151_277_313,
     "vit_b16": 149_620_737,
@@ -72,6 +72,29 @@ def test_vith_int8_is_the_papers_recipe():
     assert (optimizer.weight_decay, optimizer.b1, optimizer.b2) == (0.2, 0.9, 0.99)
     assert (optimizer.eps, optimizer.clip_threshold, optimizer.grad_clip_norm) == (1e-6, 1.0, 0.0)
     assert config.schedule.name == "cosine"
+
+
+def test_siglip2_is_the_papers_recipe():
+    config = load("siglip2")
+    optimizer, model = config.optimizer, setup.model_config(config)
+    assert (optimizer.name, optimizer.learning_rate, optimizer.b2) == ("adamw", 1e-3, 0.95)
+    # Published is 1e-4 for a decay that is not multiplied by the learning rate.
+    assert optimizer.weight_decay * optimizer.learning_rate == pytest.approx(1e-4)
+    assert (optimizer.grad_clip_norm, config.schedule.warmup_steps) == (1.0, 20_000)
+    assert (config.train.batch_size, config.train.examples) == (32_768, 40_000_000_000)
+    assert (model.architecture, model.text.vocab_size, model.text.context_length) == (
+        "siglip",
+        256_000,
+        64,
+    )
+    assert (model.init_logit_bias, config.train.loss, config.schedule.name) == (
+        -10,
+        "sigmoid",
+        "cosine",
+    )
+    init, _ = setup.make_init(config, model, optimizer_of(config))
+    params = jax.eval_shape(init)["params"]
+    assert sum(x.size for x in jax.tree.leaves(params)) == 375_234_050
 
 
 def test_openmoji_takes_the_task_and_another_recipe():

@@ -172,7 +172,7 @@ OTHERS = {
     "another vocabulary": (
         {"text": {"vocab_size": 50}},
         {},
-        "its tokenizer has 50 tokens, but swjax reads captions with CLIP's, which has 49408",
+        "its tokenizer has 50 tokens, and that of this run 49408: set config.model.text.vocab_size=50",
     ),
     "layer scale here": ({}, {"model__layer_scale": "true"}, "set config.model.layer_scale=False"),
     "layer scale there": ({"layer_scale": 0.5}, {}, "set config.model.layer_scale=True"),

@@ -22,7 +22,7 @@ from swjax import interop
 from swjax.data import Fitting
 from swjax.data.images import MEAN, STD
 from swjax.interop import configs
-from swjax.interop.layouts import LAYOUTS, tensors
+from swjax.interop.layouts import LAYOUTS, for_our_images, tensors
 from swjax.models import clip
 
 CLIPS = ("open_clip", "huggingface")
@@ -584,6 +584,81 @@ def test_siglip_round_trip(tmp_path, layout, file):
     assert_near(model, loaded)
     scale = {"init_logit_scale": model.cfg.init_logit_scale}
     assert clip.config(loaded.cfg, **scale) == model.cfg
+
+
+OPEN_CLIP_SIGLIP = {
+    "embed_dim": 1152,
+    "init_logit_bias": -10,
+    "custom_text": True,
+    "vision_cfg": {
+        "image_size": 384,
+        "timm_model_name": "vit_so400m_patch14_siglip_384",
+        "timm_model_pretrained": False,
+        "timm_pool": "map",
+        "timm_proj": "none",
+    },
+    "text_cfg": {
+        "context_length": 64,
+        "vocab_size": 32000,
+        "hf_tokenizer_name": "timm/ViT-B-16-SigLIP",
+        "tokenizer_kwargs": {"clean": "canonicalize"},
+        "width": 1152,
+        "heads": 16,
+        "layers": 27,
+        "mlp_ratio": 3.7362,
+        "no_causal_mask": True,
+        "proj_bias": True,
+        "pool_type": "last",
+        "norm_kwargs": {"eps": 1e-6},
+    },
+}
+
+
+def test_open_clips_siglips_are_described_by_names_of_timm(tmp_path):
+    """The picture of 384 pixels has 27 whole patches of 14 on a side; the model does not see the rest."""
+    cfg = configs.from_open_clip_siglip({"model_cfg": OPEN_CLIP_SIGLIP})
+    sizes = [(t.width, t.layers, t.heads, t.mlp_width) for t in (cfg.vision, cfg.text)]
+    assert sizes == 2 * [(1152, 27, 16, 4304)]
+    assert (cfg.vision.image_size, cfg.vision.patches, cfg.gelu) == (378, 729, "tanh")
+    assert (cfg.text.vocab_size, cfg.embed_dim, cfg.init_logit_bias) == (32000, 1152, -10)
+    hugging_face = {"size": {"height": 384, "width": 384}, "resample": 2}
+    assert configs.hugging_face_preparation(hugging_face, cfg).fitting.resize_mode == "squash"
+    for section, key, value, message in (
+        (
+            "vision_cfg",
+            "timm_model_name",
+            "vit_tiny",
+            "must be that of a SigLIP, such as 'vit_base_",
+        ),
+        ("vision_cfg", "timm_pool", "avg", "vision_cfg.timm_pool must be 'map'"),
+        ("text_cfg", "proj_bias", None, "text_cfg.proj_bias must be True"),
+        (
+            "text_cfg",
+            "hf_model_name",
+            "roberta-base",
+            "text_cfg.hf_model_name='roberta-base' is not",
+        ),
+    ):
+        changed = OPEN_CLIP_SIGLIP | {section: OPEN_CLIP_SIGLIP[section] | {key: value}}
+        with pytest.raises(ValueError, match=message):
+            configs.from_open_clip_siglip(changed)
+
+
+def test_open_clips_siglip_is_read_bit_for_bit(tmp_path):
+    model = make(**SIGLIP)
+    layout, file = LAYOUTS["open_clip_siglip"], tmp_path / "open_clip_model.safetensors"
+    parameters = {
+        name: np.asarray(value) for name, value in interop.files._flat(nnx.state(model)).items()
+    }
+    save_file({t.name: t.pack(parameters) for t in tensors(layout, shapes(model.cfg))}, file)
+    loaded = interop.load(file, model.cfg)
+    expected = for_our_images(parameters, (0.5,) * 3, (0.5,) * 3)
+    for name, value in interop.files._flat(nnx.state(loaded)).items():
+        np.testing.assert_array_equal(value, expected[name])
+    with pytest.raises(
+        ValueError, match="layout must be one of open_clip, huggingface, siglip, big_v"
+    ):
+        interop.save(tmp_path, model, "open_clip_siglip")
 
 
 def test_an_mlp_whose_ratio_rounds_down(tmp_path):

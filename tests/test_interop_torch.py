@@ -1,11 +1,13 @@
 """swjax's CLIP compared with open_clip's and transformers', with random weights saved by either side."""
 
+import functools
 import itertools
 import json
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import siglip_files
 import thinning
 import torch_peers
 from clip_oracle import compiled, inputs, random_model, shapes, small_config
@@ -249,10 +251,11 @@ def siglip(**options):
     )
 
 
-def assert_siglip_parity(ours, theirs):
-    """Both models get the same pixels, each normalised in its own way."""
+def assert_siglip_parity(ours, theirs, unseen=0):
+    """Both models get the same pixels, each normalised in its own way; theirs gets `unseen` more."""
     images, tokens = inputs(ours.cfg)
     pixels = np.asarray(images) * data.images.STD + data.images.MEAN
+    pixels = np.pad(pixels, [(0, 0), (0, unseen), (0, unseen), (0, 0)])
     rescaled = torch.from_numpy(np.float32((pixels - 0.5) / 0.5).transpose(0, 3, 1, 2).copy())
     with torch.no_grad():
         out = theirs(input_ids=torch.from_numpy(np.array(tokens, np.int64)), pixel_values=rescaled)
@@ -273,9 +276,14 @@ def test_our_siglip_in_transformers(tmp_path):
     assert_siglip_parity(model, theirs.eval())
 
 
-def test_transformers_siglip_in_ours(tmp_path):
+@pytest.mark.parametrize("unseen", thinning.first([0, 5]))
+def test_transformers_siglip_in_ours(tmp_path, unseen):
+    """Of google/siglip-so400m-patch14-384, the last pixels that are no whole patch are not seen."""
     interop.save(tmp_path, nnx.merge(*random_model(siglip())), "siglip")  # for the config file
     (tmp_path / LAYOUTS["siglip"].weights).unlink()
+    described = json.loads((tmp_path / "config.json").read_text())
+    described["vision_config"]["image_size"] += unseen
+    (tmp_path / "config.json").write_text(json.dumps(described))
     torch.manual_seed(0)
     theirs = transformers.SiglipModel(transformers.SiglipConfig.from_pretrained(tmp_path)).eval()
     with torch.no_grad():
@@ -284,9 +292,93 @@ def test_transformers_siglip_in_ours(tmp_path):
     theirs.save_pretrained(tmp_path)
     ours = interop.load(tmp_path)
     assert ours.cfg.siglip
-    assert_siglip_parity(ours, theirs)
+    assert_siglip_parity(ours, theirs, unseen)
     interop.save(tmp_path / "npz", ours, "big_vision")
-    assert_siglip_parity(interop.load(tmp_path / "npz" / "model.npz"), theirs)
+    assert_siglip_parity(interop.load(tmp_path / "npz" / "model.npz"), theirs, unseen)
+
+
+def test_open_clips_siglip_in_ours(tmp_path):
+    """Its image tower is timm's, its text tower its own; small ones, under the names of its files."""
+    from timm.models.vision_transformer import VisionTransformer
+
+    cfg = clip.config(siglip(), gelu="exact")
+    vision, text = cfg.vision, cfg.text
+    torch.manual_seed(0)
+    trunk = VisionTransformer(
+        img_size=vision.image_size, patch_size=vision.patch_size, embed_dim=vision.width,
+        depth=vision.layers, num_heads=vision.heads, class_token=False, global_pool="map", num_classes=0,
+    )  # fmt: skip
+    texts = open_clip.transformer.TextTransformer(
+        context_length=text.context_length, vocab_size=text.vocab_size, width=text.width, heads=text.heads,
+        layers=text.layers, mlp_ratio=text.mlp_ratio, output_dim=cfg.embed_dim, no_causal_mask=True,
+        proj_bias=True, pool_type="last", norm_layer=functools.partial(torch.nn.LayerNorm, eps=1e-6),
+    )  # fmt: skip
+    with torch.no_grad():
+        for parameter in (*trunk.parameters(), *texts.parameters()):
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    state = {f"visual.trunk.{name}": value for name, value in trunk.state_dict().items()}
+    state |= {f"text.{name}": value for name, value in texts.state_dict().items()}
+    held = {name: value.numpy() for name, value in state.items() if name != "text.attn_mask"}
+    held |= {"logit_scale": np.float32(2.0), "logit_bias": np.float32(-9.0)}
+    save_file({n: np.asarray(x) for n, x in held.items()}, tmp_path / "open_clip_model.safetensors")
+    ours = interop.load(tmp_path / "open_clip_model.safetensors", cfg)
+    images, tokens = inputs(cfg)
+    pixels = (np.asarray(images) * data.images.STD + data.images.MEAN - 0.5) / 0.5
+    with torch.no_grad():
+        image = trunk.eval()(torch.from_numpy(np.float32(pixels).transpose(0, 3, 1, 2).copy()))
+        told = texts.eval()(torch.from_numpy(np.array(tokens, np.int64)))
+    unit = torch.nn.functional.normalize
+    found = ours_of(ours, images, tokens)
+    for value, other in zip(found[:2], (unit(image), unit(told)), strict=True):
+        assert np.linalg.matrix_rank(other.numpy()) > 1
+        np.testing.assert_allclose(value, other.numpy(), rtol=0, atol=ATOL)
+    assert (float(ours.logit_scale[...]), float(ours.logit_bias[...])) == (2.0, -9.0)
+
+
+SIGLIPS = [name for name in hub.OPEN_CLIP if "SigLIP" in name]
+
+
+@pytest.mark.parametrize(
+    "name", thinning.kept(SIGLIPS, ["ViT-B-16-SigLIP2", "ViT-SO400M-14-SigLIP-384"])
+)
+def test_open_clips_siglips_hold_the_same_tensors(name):
+    published = open_clip.get_model_config(name)
+    cfg = interop.configs.from_open_clip_siglip(published)
+    published.pop("custom_text")
+    with torch.device("meta"):
+        theirs = open_clip.CustomTextCLIP(**published)
+    expected = {key: tuple(value.shape) for key, value in theirs.state_dict().items()}
+    layout = LAYOUTS["open_clip_siglip"]
+    assert {t.name: t.shape for t in tensors(layout, shapes(cfg))} == expected
+
+
+def test_siglips_tokens_are_those_of_transformers(tmp_path):
+    """On texts without an underscore, which SigLIP's code turns into a blank and transformers drops."""
+    pytest.importorskip("sentencepiece")
+    siglip_files.t5_model(tmp_path / "spiece.model")
+    siglip_files.gemma_json(tmp_path / "tokenizer.json")
+    texts = [
+        "A photo of a Füchsin!",
+        "  кош,  写真の猫",
+        "",
+        "x y" * 20,
+        "don't  \n stop",
+        "\uff21",
+    ]
+    options = {
+        "padding": "max_length",
+        "max_length": 16,
+        "truncation": True,
+        "return_tensors": "np",
+    }
+    first = transformers.SiglipTokenizer(str(tmp_path / "spiece.model"))
+    expected = first(texts, **options).input_ids
+    found = data.tokenize(texts, 16, str(tmp_path / "spiece.model"))
+    np.testing.assert_array_equal(found, expected)
+    second = transformers.Siglip2Tokenizer.from_pretrained(tmp_path, padding_side="right")
+    expected = [[*row[:15], 1, *(0,) * (15 - len(row[:15]))] for row in second(texts).input_ids]
+    found = data.tokenize(texts, 16, str(tmp_path / "tokenizer.json"))
+    np.testing.assert_array_equal(found, expected)
 
 
 def test_positions_are_interpolated_as_open_clip_does():
@@ -311,7 +403,8 @@ def test_names_of_open_clip_are_its_own():
         for tag, repository in tags.items():
             theirs = get_pretrained_cfg(architecture, tag)
             assert theirs["hf_hub"].strip("/") == repository, (architecture, tag)
-            assert theirs["resize_mode"] == "shortest"  # as the files in these repositories say
+            squashed = tag in ("dfn5b", "webli")  # as the files in these repositories say
+            assert theirs["resize_mode"] == ("squash" if squashed else "shortest")
 
 
 @pytest.mark.parametrize("kind", ["clip", "siglip"])

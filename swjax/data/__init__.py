@@ -6,7 +6,7 @@ from swjax.data.mixture import Mixture
 from swjax.data.processes import LostProcess
 from swjax.data.skipping import BadData, log_to
 from swjax.data.sources import Source, fingerprint, prepare, source, templates
-from swjax.data.tokenizer import tokenize
+from swjax.data.tokenizer import check_tokenizer, tokenize
 
 __all__ = [
     "BadData",
@@ -14,6 +14,7 @@ __all__ = [
     "LostProcess",
     "Mixture",
     "Source",
+    "check_tokenizer",
     "fingerprint",
     "loader",
     "log_to",

@@ -167,6 +167,7 @@ def loader(
     position: dict | None = None,
     train: bool = True,
     context_length: int = 77,
+    tokenizer: str = "",
     image_size: int = 224,
     fitting: Fitting = SHORTEST,
     process_index: int = 0,
@@ -196,6 +197,7 @@ def loader(
         and the batch size may differ. Not together with start_step.
       train: whether to train or to evaluate, see above.
       context_length: tokens per caption.
+      tokenizer: see `swjax.data.tokenize`.
       image_size: pixels, height = width.
       fitting: how pictures of any shape become squares.
       process_index: index of this process, which takes every process_count-th example.
@@ -236,7 +238,7 @@ def loader(
         start_step=start_step,
         seed=seed,
     )
-    arrays: dict[str, Any] = {**sizes, "fitting": fitting}
+    arrays: dict[str, Any] = {**sizes, "fitting": fitting, "tokenizer": tokenizer}
     workers = _bounded(workers)
     share = process_index, process_count
     skips = Skips(on_bad, max_bad_share, examples=-(-len(source) // process_count))

@@ -21,9 +21,14 @@ class _Example:
     """Reads an example of a source and resizes its image."""
 
     def __init__(
-        self, source: Source, context_length: int, image_size: int, fitting: Fitting = SHORTEST
+        self,
+        source: Source,
+        context_length: int,
+        image_size: int,
+        fitting: Fitting = SHORTEST,
+        tokenizer: str = "",
     ):
-        self._source, self._fitting = source, fitting
+        self._source, self._fitting, self._tokenizer = source, fitting, tokenizer
         self._context_length, self._size = context_length, image_size
         self._kept: dict[int, dict] | None = None
         if not source.photographs and len(source) * image_size**2 * 4 <= _KEPT_BYTES:
@@ -64,7 +69,7 @@ class _Example:
     def _arrays(self, index: int, image: np.ndarray, label: int, caption: str) -> dict:
         return {
             "image": image,
-            "text": tokenize(caption, self._context_length)[0],
+            "text": tokenize(caption, self._context_length, self._tokenizer)[0],
             "label": np.int32(label),
             "index": np.int64(index),
             "error": np.array(b"", _REASON),  # one dtype for all, so that they stack

@@ -1,6 +1,6 @@
-"""CLIP's tokenizer: lower-cased byte-pair encoding, identical to OpenAI's CLIP and open_clip.
+"""Tokenizes captions. CLIP's tokenizer is lower-cased byte-pair encoding, as OpenAI's and open_clip's.
 
-The vocabulary file bpe_simple_vocab_16e6.txt.gz is OpenAI's, under the MIT license
+Its vocabulary file bpe_simple_vocab_16e6.txt.gz is OpenAI's, under the MIT license
 (LICENSE-bpe_simple_vocab.txt, next to it).
 """
 
@@ -14,6 +14,7 @@ from importlib import resources
 
 import numpy as np
 
+from swjax.data.vocabulary import Vocabulary, open_vocabulary
 from swjax.packages import require
 
 VOCABULARY_SIZE = 49_408
@@ -28,21 +29,26 @@ _ASCII_WORD = re.compile(_WORD.format(letter="[a-z]", digit="[0-9]", others="a-z
 _WORDS_KEPT = 2**18  # words in the cache of ids; a web crawl has a long tail of words
 
 
-def tokenize(texts: str | Sequence[str], context_length: int = 77) -> np.ndarray:
-    """Returns the token ids of captions: the start token, the ids of the words, the end token, zeros.
+def tokenize(
+    texts: str | Sequence[str], context_length: int = 77, tokenizer: str = ""
+) -> np.ndarray:
+    """Returns the token ids of captions: the start token, the ids of the words, the end token, padding.
 
-    A caption longer than the context is truncated; its last id is then the end token.
+    A caption longer than the context is truncated; its last id is then the end token. CLIP's padding is 0.
+    SigLIP has no start token; its padding is the end token, or in SigLIP 2 "<pad>".
 
     Args:
       texts: captions; a single string is a batch of one.
       context_length: ids per row.
+      tokenizer: "" is CLIP's; otherwise SigLIP's, the path of a tokenizer.json or a model of SentencePiece.
 
     Returns:
       int32 [len(texts), context_length].
 
     Raises:
+      FileNotFoundError, MissingPackage: the tokenizer does not exist, or needs a package.
       TypeError: a caption is not a string.
-      ValueError: the context is too short for the start and end tokens.
+      ValueError: the context is too short for the start and end tokens, or the tokenizer is not SigLIP's.
 
     >>> tokenize(["a photo of a cat", ""], context_length=8)
     array([[49406,   320,  1125,   539,   320,  2368, 49407,     0],
@@ -58,15 +64,38 @@ def tokenize(texts: str | Sequence[str], context_length: int = 77) -> np.ndarray
             f"{context_length}: CLIP uses 77"
         )
     texts = [texts] if isinstance(texts, str) else texts
-    tokens = np.zeros((len(texts), context_length), np.int32)
+    used = open_vocabulary(tokenizer) if tokenizer else CLIP
+    tokens = np.full((len(texts), context_length), used.padding, np.int32)
     for row, text in zip(tokens, texts, strict=True):
         if not isinstance(text, str):
             raise TypeError(f"a text must be a string, got {type(text).__name__} {text!r:.40}")
-        ids = encode(text)[: context_length - 2]
-        row[0] = START_OF_TEXT
-        row[1 : len(ids) + 1] = ids
-        row[len(ids) + 1] = END_OF_TEXT
+        ids = [*used.start, *used.encode(text)][: context_length - 1]
+        row[: len(ids)] = ids
+        row[len(ids)] = used.end
     return tokens
+
+
+def check_tokenizer(tokenizer: str, size: int) -> None:
+    """Checks that a tokenizer has the vocabulary of a model; other ids embed to NaN or noise.
+
+    Args:
+      tokenizer: see `tokenize`.
+      size: token ids of the model, `cfg.text.vocab_size`.
+
+    Raises:
+      FileNotFoundError, MissingPackage: see `tokenize`.
+      ValueError: the tokenizer has another number of ids.
+    """
+    if not tokenizer and size != CLIP.size:
+        raise ValueError(
+            f"the model has {size} token ids, and CLIP's tokenizer {CLIP.size}: put the model's "
+            f"tokenizer.json or spiece.model next to its weights, or name it as tokenizer"
+        )
+    if tokenizer and (found := open_vocabulary(tokenizer).size) != size:
+        raise ValueError(
+            f"the model has {size} token ids, and the tokenizer {tokenizer} {found}: give the one with which "
+            f"the model was trained"
+        )
 
 
 def encode(text: str) -> list[int]:
@@ -157,3 +186,6 @@ def _byte_letters() -> tuple[list[str], list[int]]:
     for i, byte in enumerate(itself + other):
         byte_ids[byte] = i
     return letters, byte_ids
+
+
+CLIP = Vocabulary(encode, VOCABULARY_SIZE, (START_OF_TEXT,), END_OF_TEXT, padding=0)

@@ -10,9 +10,8 @@ import jax.numpy as jnp
 from flax import nnx
 from ml_collections import ConfigDict
 
-from swjax import inference
+from swjax import data, inference
 from swjax.data import Fitting
-from swjax.evaluators import embed
 from swjax.models import sharding
 from swjax.training import config as config_lib
 from swjax.training.config import ConfigError
@@ -20,7 +19,7 @@ from swjax.training.evaluation import Evaluator
 from swjax.training.inputs import open_source
 
 SPLITS = ("val", "test")
-_OF_THE_MODEL = ("data.image_size", "data.context_length")
+_OF_THE_MODEL = ("data.image_size", "data.context_length", "data.tokenizer")
 
 
 def score(
@@ -66,13 +65,15 @@ def score(
             "nothing to score: pass --data=[NAME=]KIND:WHERE or --config.data.name=NAME"
         )
     try:
-        model = inference.load(workdir or weights).model
-        embed.check_tokenizer(model.cfg.text.vocab_size)
+        encoder = inference.load(workdir or weights)
+        model = encoder.model
+        data.check_tokenizer(encoder.tokenizer, model.cfg.text.vocab_size)
     except (FileNotFoundError, ModuleNotFoundError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"cannot score {str(workdir or weights)!r}: {reason}") from error
     config.data.image_size = model.cfg.vision.image_size
     config.data.context_length = model.cfg.text.context_length
+    config.data.tokenizer = encoder.tokenizer
     config.model.vision.update(dataclasses.asdict(Fitting.of(model.cfg.vision)))
     for split in splits or ():
         if open_source(config, split) is None:

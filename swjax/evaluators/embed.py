@@ -15,7 +15,6 @@ from jax.experimental import multihost_utils
 
 from swjax import data
 from swjax.data.images import SHORTEST
-from swjax.data.tokenizer import VOCABULARY_SIZE
 from swjax.models import sharding
 from swjax.models.sharding import Share
 
@@ -54,6 +53,7 @@ def texts(
     *,
     batch_size: int,
     context_length: int,
+    tokenizer: str = "",
     share: Share = ALONE,
 ) -> Iterator[np.ndarray]:
     """Embeds texts in order.
@@ -63,7 +63,7 @@ def texts(
       params: parameters for `predict`.
       texts: any number of texts, consumed lazily.
       batch_size: texts per batch, over all processes.
-      context_length: tokens per text.
+      context_length, tokenizer: tokens per text, and what makes them, see `swjax.data.tokenize`.
       share: this process's share of each batch.
 
     Yields:
@@ -74,7 +74,7 @@ def texts(
     texts = iter(texts)
     while part := list(itertools.islice(texts, batch_size)):
         padded = part + [""] * (batch_size - len(part))
-        tokens = data.tokenize(padded[rows], context_length=context_length)
+        tokens = data.tokenize(padded[rows], context_length, tokenizer)
         yield unit(_gather(predict(params, {"text": tokens})["text"]))[: len(part)]
 
 
@@ -104,6 +104,7 @@ def images(
     batch_size: int,
     context_length: int,
     image_size: int,
+    tokenizer: str = "",
     fitting: data.Fitting = SHORTEST,
     share: Share = ALONE,
     count: int = 0,
@@ -119,7 +120,7 @@ def images(
       source: the data set, see `swjax.data.source`.
       batch_size: images per batch, over all processes.
       context_length, image_size: tokens per text and height = width in pixels, as in training.
-      fitting: how pictures become squares, as in training.
+      tokenizer, fitting: what makes the tokens, and how pictures become squares, as in training.
       share: this process's share of each batch.
       count: number of images whose pixels are kept, evenly spaced over the source.
       what: the set, for the beginning of errors.
@@ -138,6 +139,7 @@ def images(
         batch_size=_local(batch_size, share),
         train=False,
         context_length=context_length,
+        tokenizer=tokenizer,
         image_size=image_size,
         fitting=fitting,
         process_index=share.index,
@@ -208,19 +210,6 @@ def check_templates(templates: str | Sequence[str]) -> tuple[str, ...]:
     if bad or not found:
         raise ValueError(f'prompt templates need a "{{}}" for the name, got {bad or found}')
     return found
-
-
-def check_tokenizer(tokens: int) -> None:
-    """Checks that a model has the vocabulary of `swjax.data.tokenize`; other ids embed to NaN or noise.
-
-    Raises:
-      ValueError: the model has another number of tokens, like SigLIP's published weights.
-    """
-    if tokens != VOCABULARY_SIZE:
-        raise ValueError(
-            f"the model's tokenizer has {tokens} tokens, but swjax reads texts with CLIP's, which has "
-            f"{VOCABULARY_SIZE}: pass the ids of its own tokenizer to model.encode_text"
-        )
 
 
 def _local(batch_size: int, share: Share) -> int:

@@ -45,7 +45,7 @@ class Retrieval:
       source: labelled images with `captions(label)`, see `swjax.data.source`.
       batch_size: images, and captions, per batch, over all processes.
       context_length, image_size: tokens per text and height = width in pixels, as in training.
-      fitting: how pictures become squares, as in training.
+      tokenizer, fitting: what makes the tokens, and how pictures become squares, as in training.
       share: this process's share of each batch, see `swjax.models.sharding.batch_share`.
       captions_per_image: largest number of captions per image; None uses all.
       name: name of the set, the prefix of the scores.
@@ -64,6 +64,7 @@ class Retrieval:
         batch_size: int,
         context_length: int,
         image_size: int,
+        tokenizer: str = "",
         fitting: data.Fitting = SHORTEST,
         share: Share = embed.ALONE,
         captions_per_image: int | None = None,
@@ -75,6 +76,7 @@ class Retrieval:
         self._sizes: dict[str, Any] = {
             "batch_size": batch_size,
             "context_length": context_length,
+            "tokenizer": tokenizer,
             "share": share,
         }
         reading: dict[str, Any] = {
@@ -86,7 +88,7 @@ class Retrieval:
         self._images: Callable[..., embed.Images] = functools.partial(
             embed.images, predict, source=source, what=f"split {name!r}", **reading, **self._sizes
         )
-        self._example = EvalExample(source, context_length, image_size, fitting)
+        self._example = EvalExample(source, context_length, image_size, fitting, tokenizer)
         self._captions_per_image = captions_per_image
 
     def images(self, params: Any, *, count: int = 0) -> embed.Images:
@@ -179,14 +181,17 @@ class Retrieval:
     def _pair(self, labels: np.ndarray) -> tuple[list[str], list[list[int]], list[list[int]]]:
         first = slice(self._captions_per_image)
         captions_of = lambda label: self._source.captions(label)[first]
-        return pair(labels, captions_of, self._sizes["context_length"])
+        return pair(labels, captions_of, self._sizes["context_length"], self._sizes["tokenizer"])
 
     def _texts(self, params, captions: list[str]) -> np.ndarray:
         return np.concatenate(list(embed.texts(self._predict, params, captions, **self._sizes)))
 
 
 def pair(
-    labels: np.ndarray, captions_of_label: Callable[[int], Sequence[str]], context_length: int
+    labels: np.ndarray,
+    captions_of_label: Callable[[int], Sequence[str]],
+    context_length: int,
+    tokenizer: str = "",
 ) -> tuple[list[str], list[list[int]], list[list[int]]]:
     """Lists which captions belong to which images.
 
@@ -194,6 +199,7 @@ def pair(
       labels: [n], labels of the images.
       captions_of_label: label -> its captions.
       context_length: tokens per caption; the model does not read those beyond.
+      tokenizer: see `swjax.data.tokenize`.
 
     Returns:
       (captions that the model distinguishes, indices of the captions of each image, indices of the images
@@ -205,7 +211,7 @@ def pair(
     >>> pair(np.array([7, 7, 8]), {7: ["a cat", "a pet"], 8: ["a dog", "a pet"]}.get, 77)
     (['a cat', 'a pet', 'a dog'], [[0, 1], [0, 1], [2, 1]], [[0, 1], [0, 1, 2], [2]])
     """
-    tokens = functools.partial(data.tokenize, context_length=context_length)
+    tokens = functools.partial(data.tokenize, context_length=context_length, tokenizer=tokenizer)
     position: dict[bytes, int] = {}
     distinct, by_label = [], {}
     for label in np.unique(labels).tolist():

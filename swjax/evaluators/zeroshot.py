@@ -50,7 +50,7 @@ class ZeroShot:
       templates: prompts with "{}" for the name.
       batch_size: images, and prompts, per batch, over all processes.
       context_length, image_size: tokens per text and height = width in pixels, as in training.
-      fitting: how pictures become squares, as in training.
+      tokenizer, fitting: what makes the tokens, and how pictures become squares, as in training.
       share: this process's share of each batch, see `swjax.models.sharding.batch_share`.
       name: name of the set, for the names of the scores.
       on_bad, max_bad_share: see `swjax.data.skipping.Skips`.
@@ -72,6 +72,7 @@ class ZeroShot:
         batch_size: int,
         context_length: int,
         image_size: int,
+        tokenizer: str = "",
         fitting: data.Fitting = SHORTEST,
         share: Share = embed.ALONE,
         name: str,
@@ -85,6 +86,7 @@ class ZeroShot:
         self._sizes: dict[str, Any] = {
             "batch_size": batch_size,
             "context_length": context_length,
+            "tokenizer": tokenizer,
             "share": share,
         }
         reading: dict[str, Any] = {
@@ -181,13 +183,16 @@ class ZeroShot:
         return [names[row] for row in position], [of_label[label] for label in labels.tolist()]
 
     def _distinct(self, names: Sequence[str]) -> list[int]:
-        return distinct(names, self._templates, self._sizes["context_length"])
+        tokens = self._sizes["context_length"], self._sizes["tokenizer"]
+        return distinct(names, self._templates, *tokens)
 
     def _classifier(self, params, names: Sequence[str]) -> np.ndarray:
         return classifier(self._predict, params, names, self._templates, **self._sizes)
 
 
-def distinct(names: Sequence[str], templates: Sequence[str], context_length: int) -> list[int]:
+def distinct(
+    names: Sequence[str], templates: Sequence[str], context_length: int, tokenizer: str = ""
+) -> list[int]:
     """For each name, the index of the first name that the model reads as the same in every prompt.
 
     The model reads tokens, up to `context_length`: names that differ only in case, in white space or beyond
@@ -201,7 +206,7 @@ def distinct(names: Sequence[str], templates: Sequence[str], context_length: int
 
     def read(name: str, templates: Iterable[str]) -> bytes:
         prompts = [template.replace("{}", name) for template in templates]
-        return data.tokenize(prompts, context_length=context_length).tobytes()
+        return data.tokenize(prompts, context_length, tokenizer).tobytes()
 
     begins = [read(name, templates[:1]) for name in names]
     counts = Counter(begins)
@@ -222,6 +227,7 @@ def classifier(
     *,
     batch_size: int,
     context_length: int,
+    tokenizer: str = "",
     share: Share = embed.ALONE,
 ) -> np.ndarray:
     """The normalized mean of the unit vectors of each class's prompts.
@@ -232,7 +238,7 @@ def classifier(
       names: names of the classes.
       templates: prompts with "{}" for the name.
       batch_size: prompts per batch, over all processes.
-      context_length: tokens per prompt.
+      context_length, tokenizer: tokens per prompt, and what makes them, see `swjax.data.tokenize`.
       share: this process's share of each batch.
 
     Returns:
@@ -255,6 +261,7 @@ def classifier(
     sizes: dict[str, Any] = {
         "batch_size": batch_size,
         "context_length": context_length,
+        "tokenizer": tokenizer,
         "share": share,
     }
     total, position = np.zeros((len(names), 0), np.float32), 0

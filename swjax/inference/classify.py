@@ -53,7 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _check_distinct(names: Sequence[str], model: Encoder) -> None:
     tokens = model.cfg.text.context_length
-    for name, first in zip(names, zeroshot.distinct(names, model.templates, tokens), strict=True):
+    firsts = zeroshot.distinct(names, model.templates, tokens, model.tokenizer)
+    for name, first in zip(names, firsts, strict=True):
         if name != names[first]:
             raise ValueError(
                 f"the model reads at most {tokens} tokens, and so {name!r} as {names[first]!r}: give shorter "

@@ -18,6 +18,7 @@ from flax import nnx
 from swjax import data, evaluators, interop, serving
 from swjax.data import decoding
 from swjax.data.images import SHORTEST, fit
+from swjax.data.tokenizer import VOCABULARY_SIZE
 from swjax.evaluators import embed, zeroshot
 from swjax.interop import hub
 from swjax.interop.weight_files import is_safetensors
@@ -41,6 +42,7 @@ class Encoder:
       batch_size: largest number of images or texts that are embedded at a time.
       templates: prompts that `classifier` uses by default, with "{}" for the name. `load` passes the
         prompts that a run was evaluated with.
+      tokenizer: see `swjax.data.tokenize`. `load` passes the one next to the weights.
 
     Raises:
       ValueError: batch_size is not positive; there is no template, or a template has no "{}".
@@ -61,11 +63,12 @@ class Encoder:
         *,
         batch_size: int = 64,
         templates: str | Sequence[str] = TEMPLATES,
+        tokenizer: str = "",
     ):
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         self.model, self.cfg, self.batch_size = model, model.cfg, batch_size
-        self.templates = embed.check_templates(templates)
+        self.templates, self.tokenizer = embed.check_templates(templates), tokenizer
         graph, self._params = nnx.split(model)
         self._predict = evaluators.predictor(graph, model.cfg.vision.image_size)
 
@@ -89,9 +92,9 @@ class Encoder:
         """Embeds n texts as unit vectors [n, embed_dim] float32; one string is a batch of one.
 
         Raises:
-          ValueError: the model has another tokenizer than CLIP's.
+          FileNotFoundError, ValueError: the tokenizer does not exist, or has another vocabulary.
         """
-        embed.check_tokenizer(self.cfg.text.vocab_size)
+        data.check_tokenizer(self.tokenizer, self.cfg.text.vocab_size)
         texts = [texts] if isinstance(texts, str) else list(texts)
         parts = embed.texts(self._predict, self._params, texts, **self._text_sizes(len(texts)))
         return np.concatenate([np.zeros((0, self.cfg.embed_dim), np.float32), *parts])
@@ -108,9 +111,9 @@ class Encoder:
 
         Raises:
           ValueError: `names` is one string, there is no name or no template, a template has no "{}", or the
-            model has another tokenizer than CLIP's.
+            tokenizer has another vocabulary than the model.
         """
-        embed.check_tokenizer(self.cfg.text.vocab_size)
+        data.check_tokenizer(self.tokenizer, self.cfg.text.vocab_size)
         if isinstance(names, str):
             raise ValueError(f"names must be a list of names, got {names!r}: write [{names!r}]")
         templates = embed.check_templates(self.templates if templates is None else templates)
@@ -142,6 +145,7 @@ class Encoder:
         return {
             "batch_size": self._padded(texts),
             "context_length": self.cfg.text.context_length,
+            "tokenizer": self.tokenizer,
         }
 
     def _padded(self, count: int) -> int:
@@ -169,7 +173,7 @@ def load(
     Of a run, the newest checkpoint is loaded, with the averaged parameters if the run averages them. It
     computes in the dtype of training; weights of other libraries compute in float32. `Encoder.templates`
     are the prompts that the run was evaluated with, which a file by `save` keeps. Weights of other
-    libraries have "a photo of a {}.".
+    libraries have "a photo of a {}.". `Encoder.tokenizer` is CLIP's for models with CLIP's vocabulary.
 
     Args:
       path: a run's workdir, a file by `save`, or a file of weights, its folder or the name of a model, as for
@@ -199,15 +203,26 @@ def load(
         )
     if not is_run and saved is None:
         model = interop.load(path, cfg, **options)
+        tokenizer = interop.tokenizer(path)
     elif cfg is not None:
         kind = "a run" if is_run else "a file by swjax.inference.save"
         raise ValueError(f"{path} is {kind} and has its own configuration: leave cfg out")
     elif saved is not None:
         model, templates = _of_file(path, saved, options)
-        return Encoder(model, templates=templates)
+        tokenizer, prequantize = _tokenizer_of(path), False
     else:
         model, templates = _of_run(path, options)
-    return Encoder(serving.prequantize(model) if prequantize else model, templates=templates)
+        tokenizer = interop.tokenizer(path)
+    if model.cfg.text.vocab_size == VOCABULARY_SIZE:
+        tokenizer = ""
+    model = serving.prequantize(model) if prequantize else model
+    return Encoder(model, templates=templates, tokenizer=tokenizer)
+
+
+def _tokenizer_of(path: Path) -> str:
+    """The tokenizer next to a file by `save`, or ""."""
+    names = (path.with_suffix(f".tokenizer{ending}") for ending in (".json", ".model"))
+    return next((str(name) for name in names if name.is_file()), "")
 
 
 def _of_run(workdir: Path, options: dict) -> tuple[clip.CLIP, tuple[str, ...]]:
@@ -259,11 +274,12 @@ def save(path: str | Path, encoder: Encoder) -> None:
 
     Args:
       path: path of the file; an existing file is replaced. `swjax.serving.weights` names its arrays. The
-        configuration and the templates are JSON in its metadata.
+        configuration and the templates are JSON in its metadata. A tokenizer other than CLIP's is copied next
+        to clip.safetensors as clip.tokenizer.json or clip.tokenizer.model.
       encoder: encoder of any CLIP, prequantized or not.
 
     Raises:
-      ModuleNotFoundError: safetensors is not installed.
+      FileNotFoundError, ModuleNotFoundError: the tokenizer does not exist, or safetensors is not installed.
 
     >>> import tempfile
     >>> cfg = clip.config("tiny", vision={"layers": 1}, text={"layers": 1})
@@ -280,6 +296,10 @@ def save(path: str | Path, encoder: Encoder) -> None:
     }
     metadata = {name: json.dumps(value) for name, value in description.items()}
     serving.save(path, encoder.model, metadata)
+    if encoder.tokenizer:
+        ending = Path(encoder.tokenizer).suffix
+        content = Path(encoder.tokenizer).read_bytes()
+        write_atomically(Path(path).with_suffix(f".tokenizer{ending}"), content)
 
 
 def _of_file(

@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if layout == "programs":
             inference.export(options.folder, encoder)
         else:
-            interop.save(options.folder, encoder.model, layout)
+            interop.save(options.folder, encoder.model, layout, encoder.tokenizer)
     except (OSError, ValueError) as error:
         print(f"swjax export: {printable(str(error))}", file=sys.stderr)
         return 2

@@ -6,6 +6,6 @@ only the former. `open_clip.create_model("local-dir:...")` and transformers' `CL
 open the output of `save`.
 """
 
-from swjax.interop.files import NoConfig, configuration, load, read, save
+from swjax.interop.files import NoConfig, configuration, load, read, save, tokenizer
 
-__all__ = ["NoConfig", "configuration", "load", "read", "save"]
+__all__ = ["NoConfig", "configuration", "load", "read", "save", "tokenizer"]

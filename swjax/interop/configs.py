@@ -6,6 +6,7 @@ setting that `swjax.models` does not support, because ignoring it would change t
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -47,6 +48,11 @@ _SIGLIP_VISION = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_lay
 _SIGLIP_TEXT = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12,
                 "num_attention_heads": 12, "max_position_embeddings": 64, "vocab_size": 32000,
                 "layer_norm_eps": 1e-6, "hidden_act": "gelu_pytorch_tanh"}  # fmt: skip
+
+# timm's name of a SigLIP's image tower, and (width, layers, heads, features of the MLP).
+_TIMM_SIGLIP = re.compile(r"vit_(base|large|so400m|giantopt)_patch(\d+)_siglip_\d+")
+_SIGLIP_TOWERS = {"base": (768, 12, 12, 3072), "large": (1024, 24, 16, 4096),
+                  "so400m": (1152, 27, 16, 4304), "giantopt": (1536, 40, 16, 6144)}  # fmt: skip
 
 _ACTIVATIONS = {
     "exact": "gelu",
@@ -104,6 +110,70 @@ def from_open_clip(file: Mapping) -> CLIPConfig:
         layer_scale=vision["ls_init_value"],
         init_logit_bias=model.get("init_logit_bias"),
     )
+
+
+def from_open_clip_siglip(file: Mapping) -> CLIPConfig:
+    """Converts the open_clip_config.json of a SigLIP, whose image tower is timm's, to a model configuration.
+
+    GELU is approximated by tanh, as in the models' training. open_clip computes some of them with the exact
+    one.
+
+    Raises:
+      ValueError: the model has a part that swjax does not support.
+    """
+    model = file.get("model_cfg", file)
+    known = {"embed_dim", "vision_cfg", "text_cfg", "init_logit_bias", "init_logit_scale"}
+    _refuse("model_cfg", model, known | {"custom_text"}, {})
+    vision, text = model["vision_cfg"], _OPEN_CLIP_TEXT | model["text_cfg"]
+    named = _TIMM_SIGLIP.fullmatch(str(vision.get("timm_model_name")))
+    if not named:
+        raise ValueError(
+            f"vision_cfg.timm_model_name must be that of a SigLIP, such as 'vit_base_patch16_siglip_224', "
+            f"got {vision.get('timm_model_name')!r:.80}"
+        )
+    fixed: dict[str, Any] = {"timm_pool": "map", "timm_proj": "none"}
+    for key, value in fixed.items():
+        _need(f"vision_cfg.{key}", vision.get(key), value)
+    _refuse("vision_cfg", vision, {"image_size", "timm_model_name", *fixed}, {})
+    fixed = {"pool_type": "last", "no_causal_mask": True, "proj_bias": True}
+    for key, value in fixed.items():
+        _need(f"text_cfg.{key}", text.get(key), value)
+    _need("text_cfg.norm_kwargs", text.get("norm_kwargs"), {"eps": 1e-6})
+    tokens = {"hf_tokenizer_name", "tokenizer_kwargs", "norm_kwargs", "act_kwargs"}
+    _refuse(
+        "text_cfg", text, _OPEN_CLIP_TEXT.keys() | fixed.keys() | tokens, {"proj_type": "linear"}
+    )
+    width, layers, heads, hidden = _SIGLIP_TOWERS[named[1]]
+    patch = int(named[2])
+    _check_sizes("model_cfg", model)
+    _check_sizes("vision_cfg", vision)
+    _check_sizes("text_cfg", text)
+    return CLIPConfig(
+        architecture="siglip",
+        vision=VisionConfig(
+            width=width,
+            layers=layers,
+            heads=heads,
+            mlp_ratio=mlp_ratio(width, hidden),
+            patch_size=patch,
+            image_size=_whole_patches(vision["image_size"], patch),
+        ),
+        text=TextConfig(
+            **{key: text[key] for key in ("width", "layers", "heads")},
+            mlp_ratio=mlp_ratio(text["width"], int(text["width"] * text["mlp_ratio"])),
+            context_length=text["context_length"],
+            vocab_size=text["vocab_size"],
+        ),
+        embed_dim=model["embed_dim"],
+        gelu="tanh",
+        init_logit_scale=math.log(10),
+        init_logit_bias=-10.0,
+    )
+
+
+def _whole_patches(size: int, patch: int) -> int:
+    """The pixels of the whole patches: a SigLIP of 384 pixels does not see the last 6 with patches of 14."""
+    return max(patch, size - size % patch)
 
 
 class Preparation(NamedTuple):
@@ -181,7 +251,7 @@ def hugging_face_preparation(file: Mapping, cfg: CLIPConfig) -> Preparation:
       ValueError: a setting is not known.
     """
     usual = SIGLIP if cfg.siglip else Preparation()
-    side = cfg.vision.image_size
+    side, patch = cfg.vision.image_size, cfg.vision.patch_size if cfg.siglip else 1
     for key in ("do_resize", "do_rescale", "do_normalize"):
         if file.get(key, True) is not True:
             raise ValueError(f"{key} must be True, got {file[key]!r:.80}: {_PREPARE}")
@@ -201,7 +271,11 @@ def hugging_face_preparation(file: Mapping, cfg: CLIPConfig) -> Preparation:
     if crops:
         cut = file.get("crop_size", side)
         sides += list(cut.values()) if isinstance(cut, Mapping) else [cut]
-    if not kind or (kind == "shortest" and not crops) or any(each != side for each in sides):
+    if (
+        not kind
+        or (kind == "shortest" and not crops)
+        or any(each - each % patch != side for each in sides)
+    ):
         raise ValueError(
             f"size must be the shortest edge with a center crop, or height and width, all {side}, got "
             f"size={size!r:.80}, crop_size={file.get('crop_size')!r:.80}, do_center_crop={crops}: {_PREPARE}"
@@ -343,6 +417,7 @@ def from_siglip(file: Mapping) -> CLIPConfig:
         for key in ("layer_norm_eps", "hidden_act"):
             _need(f"{tower}_config.{key}", config[key], _SIGLIP_VISION[key])
     _need("vision_config.vision_use_head", vision.get("vision_use_head", True), True)
+    vision["image_size"] = _whole_patches(vision["image_size"], vision["patch_size"])
     projection = text.get("projection_size") or text["hidden_size"]
     _need("text_config.projection_size", projection, vision["hidden_size"])
     return CLIPConfig(

@@ -1,5 +1,6 @@
 """Reads weights of CLIP models, and writes safetensors; checks every tensor before reading any."""
 
+import contextlib
 import functools
 import json
 from collections.abc import Callable, Iterable
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx, traverse_util
 
-from swjax.data import files
+from swjax.data import files, vocabulary
 from swjax.interop import big_vision, configs, hub, weight_files
 from swjax.interop.layouts import LAYOUTS, WeightFormat, for_our_images, for_their_images, tensors
 from swjax.models import clip
@@ -20,9 +21,10 @@ from swjax.serving import tensor_files
 from swjax.serving.models import is_prequantized, read_metadata
 
 _READERS = {"open_clip": configs.from_open_clip, "huggingface": configs.from_hugging_face,
-            "siglip": configs.from_siglip}  # fmt: skip
+            "siglip": configs.from_siglip, "open_clip_siglip": configs.from_open_clip_siglip}  # fmt: skip
 _WRITERS = {"open_clip": configs.to_open_clip, "huggingface": configs.to_hugging_face,
             "siglip": configs.to_siglip}  # fmt: skip
+_SIGLIPS = ("siglip", "open_clip_siglip")
 PROCESSOR = "preprocessor_config.json"  # how Hugging Face prepares pictures
 _LARGEST_CONFIG = 2**24  # bytes
 _EXACT = ("F32", "F16", "BF16")  # dtypes that convert to float32 exactly
@@ -89,6 +91,26 @@ def configuration(path: str | Path) -> clip.CLIPConfig:
         return _read_config(file, _layout_of(file, opened.keys()))[0]
 
 
+def tokenizer(path: str | Path) -> str:
+    """Returns the path of the tokenizer next to weights, for `swjax.data.tokenize`; "" if there is none.
+
+    Args:
+      path: see `load`; also a run's workdir, or an fsspec address of weights or of their folder.
+    """
+    address = str(path)
+    if files.is_remote(address):
+        is_file = weight_files.is_name(address)
+        folder = address.rpartition("/")[0] if is_file else address.rstrip("/")
+    else:
+        found = hub.resolve(path)
+        folder = str(found if found.is_dir() else found.parent)
+    for name in vocabulary.FILES:
+        with contextlib.suppress(OSError):
+            files.size_and_version(f"{folder}/{name}")
+            return f"{folder}/{name}"
+    return ""
+
+
 def read(
     path: str | Path, cfg: clip.CLIPConfig | None = None
 ) -> tuple[clip.CLIPConfig, dict[str, np.ndarray]]:
@@ -115,7 +137,7 @@ def read(
     with weight_files.open_weights(path) as file:
         found = {name: file.get_slice(name) for name in file.keys()}
         layout = _layout_of(path, found)
-        prepared = configs.SIGLIP if layout == "siglip" else configs.Preparation()
+        prepared = configs.SIGLIP if layout in _SIGLIPS else configs.Preparation()
         if cfg is None:
             cfg, prepared = _read_config(path, layout)
         state = nnx.state(_abstract(cfg))
@@ -128,7 +150,9 @@ def read(
     return cfg, for_our_images(parameters, prepared.mean, prepared.std)
 
 
-def save(folder: str | Path, model: clip.CLIP, layout: str = "open_clip") -> None:
+def save(
+    folder: str | Path, model: clip.CLIP, layout: str = "open_clip", tokenizer: str = ""
+) -> None:
     """Writes a model and its config as float32 safetensors for other libraries.
 
     Args:
@@ -137,15 +161,16 @@ def save(folder: str | Path, model: clip.CLIP, layout: str = "open_clip") -> Non
       model: any CLIP; its recipe and dtype are not saved.
       layout: "open_clip" (also OpenAI's layout), "huggingface", "siglip" (Hugging Face's layout of SigLIP) or
         "big_vision", which writes model.npz.
+      tokenizer: a file to copy to the folder, for a model without CLIP's vocabulary; "" copies none.
 
     Raises:
-      ModuleNotFoundError: safetensors is not installed.
+      FileNotFoundError, ModuleNotFoundError: the tokenizer does not exist, or safetensors is not installed.
       ValueError: the layout does not exist, or has no name for a parameter of this model, or the model is
         prequantized.
 
     See `load` for an example.
     """
-    layouts = (*LAYOUTS, "big_vision")
+    layouts = (*_WRITERS, "big_vision")
     if layout not in layouts:
         raise ValueError(f"layout must be one of {', '.join(layouts)}, got {layout!r}")
     if is_prequantized(model):
@@ -155,6 +180,11 @@ def save(folder: str | Path, model: clip.CLIP, layout: str = "open_clip") -> Non
         )
     parameters = jax.tree.map(np.asarray, _flat(nnx.state(model, nnx.Param)))
     folder = Path(folder)
+    if tokenizer:
+        ending = Path(tokenizer).suffix
+        content = Path(tokenizer).read_bytes()
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / f"tokenizer{ending}", content)
     if model.cfg.siglip:
         parameters = for_their_images(parameters, configs.SIGLIP.mean, configs.SIGLIP.std)
     if layout == "big_vision":
@@ -184,7 +214,7 @@ def _flat(tree) -> dict:
 
 def _layout_of(path: Path, names: Iterable[str]) -> str:
     # Hugging Face's two layouts share most names.
-    for name in ("siglip", "open_clip", "huggingface"):
+    for name in ("siglip", "open_clip_siglip", "open_clip", "huggingface"):
         if LAYOUTS[name].marker in names:
             return name
     if weight_files.is_safetensors(path) and read_metadata(path) is not None:
@@ -208,7 +238,7 @@ def _read_config(path: Path, layout: str) -> tuple[clip.CLIPConfig, configs.Prep
             f'in cfg=clip.config("vit_b32", gelu="quick", recipe="standard", dtype="float32")'
         )
     described = _parse(file, _READERS[layout])
-    if layout == "open_clip":
+    if layout.startswith("open_clip"):
         prepared = _parse(file, configs.open_clip_preparation)
     else:
         read = functools.partial(configs.hugging_face_preparation, cfg=described)

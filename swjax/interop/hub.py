@@ -16,8 +16,17 @@ from urllib.parse import urlsplit
 from swjax.interop import weight_files
 from swjax.packages import MissingPackage, require
 
-# {architecture: {tag: repository}}: open_clip's names of CLIPs with CLIP's own tokenizer.
+# {architecture: {tag: repository}}: open_clip's names of the models that swjax can load.
 _TIMM = "timm/vit_{}_clip_{}.{}"
+_SIGLIPS = (
+    *(f"B-16-SigLIP{size}" for size in ("", "-256", "-i18n-256", "-384", "-512")),
+    *(f"L-16-SigLIP-{size}" for size in (256, 384)),
+    *("SO400M-14-SigLIP", "SO400M-14-SigLIP-384", "B-32-SigLIP2-256"),
+    *(f"B-16-SigLIP2{size}" for size in ("", "-256", "-384", "-512")),
+    *(f"{size}-16-SigLIP2-{side}" for size in ("L", "SO400M") for side in (256, 384, 512)),
+    *("SO400M-14-SigLIP2", "SO400M-14-SigLIP2-378"),
+    *(f"gopt-16-SigLIP2-{size}" for size in (256, 384)),
+)
 OPEN_CLIP: dict[str, dict[str, str]] = {
     "ViT-B-32": {
         "openai": _TIMM.format("base_patch32", 224, "openai"),
@@ -51,6 +60,7 @@ OPEN_CLIP: dict[str, dict[str, str]] = {
         "laion2b_s32b_b82k": "laion/CLIP-ViT-L-14-laion2B-s32B-b82K",
         "datacomp_xl_s13b_b90k": "laion/CLIP-ViT-L-14-DataComp.XL-s13B-b90K",
         "dfn2b": "apple/DFN2B-CLIP-ViT-L-14",
+        "dfn2b_s39b": "apple/DFN2B-CLIP-ViT-L-14-39B",
         "metaclip_400m": _TIMM.format("large_patch14", 224, "metaclip_400m"),
         "metaclip_fullcc": _TIMM.format("large_patch14", 224, "metaclip_2pt5b"),
     },
@@ -58,7 +68,10 @@ OPEN_CLIP: dict[str, dict[str, str]] = {
     "ViT-H-14": {
         "laion2b_s32b_b79k": "laion/CLIP-ViT-H-14-laion2B-s32B-b79K",
         "metaclip_fullcc": _TIMM.format("huge_patch14", 224, "metaclip_2pt5b"),
+        "metaclip_altogether": _TIMM.format("huge_patch14", 224, "metaclip_altogether"),
+        "dfn5b": "apple/DFN5B-CLIP-ViT-H-14",
     },
+    "ViT-H-14-378": {"dfn5b": "apple/DFN5B-CLIP-ViT-H-14-378"},
     "ViT-g-14": {
         "laion2b_s12b_b42k": "laion/CLIP-ViT-g-14-laion2B-s12B-b42K",
         "laion2b_s34b_b88k": "laion/CLIP-ViT-g-14-laion2B-s34B-b88K",
@@ -67,6 +80,7 @@ OPEN_CLIP: dict[str, dict[str, str]] = {
         "laion2b_s39b_b160k": "laion/CLIP-ViT-bigG-14-laion2B-39B-b160k",
         "metaclip_fullcc": _TIMM.format("gigantic_patch14", 224, "metaclip_2pt5b"),
     },
+    **{f"ViT-{size}": {"webli": f"timm/ViT-{size}"} for size in _SIGLIPS},
 }
 
 
@@ -80,7 +94,9 @@ class _Library(NamedTuple):
 
 _FILES = {
     "open_clip": _Library(
-        "open_clip_config.json", ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
+        "open_clip_config.json",
+        ("open_clip_model.safetensors", "open_clip_pytorch_model.bin"),
+        ("tokenizer.json",),
     ),
     "huggingface": _Library(
         "config.json",
@@ -90,7 +106,7 @@ _FILES = {
             "pytorch_model.bin",
             "pytorch_model.bin.index.json",
         ),
-        ("preprocessor_config.json",),
+        ("preprocessor_config.json", "tokenizer.json", "spiece.model"),
     ),
 }
 _NAME = re.compile(r"(hf-hub:)?([\w-][\w.-]*)/([\w-][\w.-]*?)(?:@([\w-][\w.-]*))?")
@@ -117,6 +133,8 @@ def named(address: str | Path) -> Model | None:
 
     >>> named("ViT-B-32/openai").repository, named("google/siglip-base-patch16-224@main").library
     ('timm/vit_base_patch32_clip_224.openai', 'huggingface')
+    >>> named("ViT-H-14-quickgelu/dfn5b").repository, named("ViT-B-16-SigLIP2/webli").repository
+    ('apple/DFN5B-CLIP-ViT-H-14', 'timm/ViT-B-16-SigLIP2')
     >>> named("./weights/mine"), named("mine.safetensors"), named("gs://bucket/mine")
     (None, None, None)
     """
@@ -127,7 +145,10 @@ def named(address: str | Path) -> Model | None:
     prefix, owner, name, revision = found.groups()
     if not prefix and Path(owner).is_dir():  # a mistyped path
         return None
-    repository = OPEN_CLIP.get(owner, {}).get(name) if not prefix else None
+    architecture = owner.removesuffix(
+        "-quickgelu"
+    )  # the same weights, whose config has the activation
+    repository = OPEN_CLIP.get(architecture, {}).get(name) if not prefix else None
     open_clip = prefix or repository or owner == "timm"
     library = "open_clip" if open_clip else "huggingface"
     return Model(repository or f"{owner}/{name}", revision or "main", library)

@@ -71,6 +71,16 @@ _HUGGING_FACE_BLOCK = {
     **_both("mlp.fc2", "mlp/fc2", "kernel"),
 }
 
+_TIMM_BLOCK = {
+    **_both("norm1", "ln_1", "scale"),
+    "attn.qkv.weight": "attn/q/kernel attn/k/kernel attn/v/kernel",
+    "attn.qkv.bias": "attn/q/bias attn/k/bias attn/v/bias",
+    **_both("attn.proj", "attn/out", "kernel"),
+    **_both("norm2", "ln_2", "scale"),
+    **_both("mlp.fc1", "mlp/fc1", "kernel"),
+    **_both("mlp.fc2", "mlp/fc2", "kernel"),
+}
+
 LAYOUTS = {
     "open_clip": WeightFormat(
         weights="open_clip_model.safetensors",
@@ -151,6 +161,33 @@ LAYOUTS = {
         ),
         scalars=(1,),
     ),
+    "open_clip_siglip": WeightFormat(
+        weights="open_clip_model.safetensors",
+        config="open_clip_config.json",
+        names={
+            **_both("visual.trunk.patch_embed.proj", "vision/patch_embed", "kernel"),
+            "visual.trunk.pos_embed": "vision/position_embedding",
+            **_under("visual.trunk.blocks.{}.", "vision/blocks", _TIMM_BLOCK),
+            **_both("visual.trunk.norm", "vision/ln_post", "scale"),
+            "visual.trunk.attn_pool.latent": "vision/pool/probe",
+            **_both("visual.trunk.attn_pool.q", "vision/pool/q", "kernel"),
+            "visual.trunk.attn_pool.kv.weight": "vision/pool/k/kernel vision/pool/v/kernel",
+            "visual.trunk.attn_pool.kv.bias": "vision/pool/k/bias vision/pool/v/bias",
+            **_both("visual.trunk.attn_pool.proj", "vision/pool/out", "kernel"),
+            **_both("visual.trunk.attn_pool.norm", "vision/pool/ln", "scale"),
+            **_both("visual.trunk.attn_pool.mlp.fc1", "vision/pool/fc1", "kernel"),
+            **_both("visual.trunk.attn_pool.mlp.fc2", "vision/pool/fc2", "kernel"),
+            "text.token_embedding.weight": "text/token_embedding/embedding",
+            "text.positional_embedding": "text/position_embedding",
+            **_under("text.transformer.resblocks.{}.", "text/blocks", _OPEN_CLIP_BLOCK),
+            **_both("text.ln_final", "text/ln_final", "scale"),
+            **_both("text.text_projection", "text/projection", "kernel"),
+            "logit_scale": "logit_scale",
+            "logit_bias": "logit_bias",
+        },
+        marker="visual.trunk.attn_pool.latent",
+        buffers=frozenset(),
+    ),
 }
 
 
@@ -183,9 +220,10 @@ class Tensor:
         parts = [value] if len(self.paths) == 1 else np.split(value, len(self.paths))
         inverse = [self.axes.index(axis) for axis in range(len(self.axes))]
         for path, part in zip(self.paths, parts, strict=True):
-            if not self.axes:
-                part = part.reshape(())
-            parameters[path][self._place] = part.transpose(inverse)
+            place = parameters[path][self._place]
+            # Scalars may be [1] in a file, and positions may have a leading axis.
+            theirs = part.reshape([place.shape[axis] for axis in self.axes])
+            parameters[path][self._place] = theirs.transpose(inverse)
 
     @property
     def _place(self):
@@ -286,4 +324,6 @@ def _tensor(
     shape = [ours[axis] for axis in axes]
     if len(paths) > 1:
         shape[0] *= len(paths)
+    if name.endswith("pos_embed"):
+        shape.insert(0, 1)
     return Tensor(name, paths, block, axes, tuple(shape) if ours else scalars)

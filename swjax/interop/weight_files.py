@@ -29,6 +29,11 @@ NAMES = (
 )
 
 
+def is_name(address: str) -> bool:
+    """Whether an address is that of a file of weights rather than of a folder, by its ending."""
+    return address.endswith((".safetensors", ".npz", ".bin", ".pt", ".pth", ".ckpt", INDEX))
+
+
 def find(path: Path) -> Path:
     """Returns the file at a path, or the file with one of `NAMES` in a folder.
 

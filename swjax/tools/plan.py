@@ -31,7 +31,13 @@ from swjax.training.evaluation import open_labelled
 from swjax.training.faults.failures import blame_data
 from swjax.training.inputs import check_pictures, open_splits
 from swjax.training.optimizer import make_optimizer, make_schedule, split_frozen
-from swjax.training.setup import make_init, model_config, model_title, require_profile
+from swjax.training.setup import (
+    check_tokenizer,
+    make_init,
+    model_config,
+    model_title,
+    require_profile,
+)
 from swjax.training.state.checkpoint import require_checkpoint
 from swjax.training.state.initialization import check_parameters
 from swjax.training.state.mirror import Mirror
@@ -269,6 +275,11 @@ def require_openable(plan: Plan) -> None:
     """
     for line in check_pictures(plan.config, open_labelled(plan.config)):
         print(_line("pictures", line))
+    tokenizer = plan.config.data.tokenizer
+    if tokenizer and not Path(tokenizer).exists():
+        print(_line("tokenizer", f"training needs {tokenizer}, which is not on this machine"))
+    else:
+        check_tokenizer(plan.config, plan.model)
     c = plan.config.checkpoint
     if c.resume:
         require_checkpoint("checkpoint.resume", c.resume)

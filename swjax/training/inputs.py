@@ -317,6 +317,7 @@ def open_batches(
             seed=config.train.seed,
             position=position,
             context_length=c.context_length,
+            tokenizer=c.get("tokenizer", ""),  # a config of an earlier version lacks the key
             image_size=c.image_size,
             fitting=fitting(config),
             process_index=share.index,

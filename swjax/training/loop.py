@@ -26,7 +26,7 @@ from swjax.training.log.timing import Timing, is_due
 from swjax.training.setup import assemble, check_command, settle_recipe, use_compilation_cache
 from swjax.training.state.checkpoint import Checkpoints, check_shared, lock
 from swjax.training.state.mirror import Mirror
-from swjax.training.state.model_of_weights import settle_model
+from swjax.training.state.model_of_weights import keep_tokenizer, settle_model
 from swjax.training.state.restore import finished_steps, init_or_restore
 
 
@@ -59,6 +59,7 @@ def train_and_evaluate(config: ConfigDict, workdir: str | Path) -> int:
         check_shared(workdir)
         distributed.first_does(mirror.fetch)
         config = settle_recipe(settle_model(config, workdir), workdir)
+        config = keep_tokenizer(config, workdir)
         interrupt = stack.enter_context(catch())
         stack.enter_context(bad_examples)
         stack.enter_context(blame_data())

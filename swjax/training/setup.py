@@ -74,6 +74,7 @@ def assemble(config: ConfigDict, source: Any) -> Parts:
       ConfigError: settings of the config do not fit each other, the data or the devices.
     """
     mesh, model = check_config(config)
+    check_tokenizer(config, model)
     sizes = {"batch_size": config.train.batch_size, "dataset_size": len(source)}
     steps = config_lib.steps(config.train, "", **sizes)
     require_profile(config, steps)
@@ -82,6 +83,15 @@ def assemble(config: ConfigDict, source: Any) -> Parts:
     init, graphdef = make_init(config, model, optimizer)
     like = sharding.abstract_state(jax.eval_shape(init), mesh)
     return Parts(source, mesh, model, steps, schedule, optimizer, init, graphdef, like)
+
+
+def check_tokenizer(config: ConfigDict, model: clip.CLIPConfig) -> None:
+    """Raises a ConfigError if `data.tokenizer` does not exist or has another vocabulary than the model."""
+    with blame("data.tokenizer"):
+        try:  # a config of an earlier version lacks the key
+            data.check_tokenizer(config.data.get("tokenizer", ""), model.text.vocab_size)
+        except FileNotFoundError as error:
+            raise ValueError(str(error)) from error
 
 
 def require_profile(config: ConfigDict, steps: int) -> None:

@@ -145,7 +145,7 @@ def _check_protocol(address: str) -> None:
 def fetched(address: str, folder: Path) -> str:
     """Copies weights and their config from an fsspec address to `folder`; returns the path of the copy."""
     name = address.rstrip("/").rpartition("/")[2]
-    is_file = name.endswith((".safetensors", ".npz", ".bin", ".pt", ".pth", weight_files.INDEX))
+    is_file = weight_files.is_name(name)
     parent = address.rstrip("/").rpartition("/")[0] if is_file else address.rstrip("/")
     _check_protocol(address)
     import fsspec
@@ -294,8 +294,8 @@ def _misfit(name: str, theirs: tuple[int, ...], here: tuple[int, ...]) -> str:
         return ""
     if name == "text/token_embedding/embedding" and same_width:
         return (
-            f"its tokenizer has {theirs[0]} tokens, but swjax reads captions with CLIP's, which has "
-            f"{here[0]}: use weights trained with CLIP's tokenizer"
+            f"its tokenizer has {theirs[0]} tokens, and that of this run {here[0]}: set "
+            f"config.model.text.vocab_size={theirs[0]} and config.data.tokenizer"
         )
     return (
         f"the shape of {name} is {list(theirs)} in the weights, {list(here)} here: set the sizes of "

@@ -8,15 +8,17 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from swjax import interop
-from swjax.data import Fitting
+from swjax.data import Fitting, files
+from swjax.data.tokenizer import VOCABULARY_SIZE
 from swjax.models import clip
-from swjax.safe_files import mask_credentials
+from swjax.safe_files import mask_credentials, write_atomically
 from swjax.training import config as config_lib
 from swjax.training import distributed
 from swjax.training.config import ConfigError
 from swjax.training.setup import WEIGHTS
 from swjax.training.state.initialization import KEY, fetched, is_run, model_of_run, unreadable
 
+_LARGEST_TOKENIZER = 2**28  # bytes
 _FITTING = tuple(field.name for field in dataclasses.fields(Fitting))
 # Keys by which a run may differ from its weights, because `first_parameters` adapts them.
 _ADAPTED = {"data.image_size", "data.context_length", "model.embed_dim", "train.loss"}
@@ -40,7 +42,7 @@ def settle_model(config: ConfigDict, workdir: Path) -> ConfigDict:
     if config.model.name != WEIGHTS:
         return config
     with distributed.all_or_none():
-        theirs = _model_of_weights(config, workdir)
+        theirs, address = _model_of_weights(config, workdir)
         values = _keys_of(theirs)
         given = {key: _section(config, key)[key.rpartition(".")[2]] for key in values}
         wrong = [
@@ -56,6 +58,48 @@ def settle_model(config: ConfigDict, workdir: Path) -> ConfigDict:
     for key, value in values.items():
         _section(settled, key)[key.rpartition(".")[2]] = given[key] or value
     settled.model.name = _name(theirs)
+    if not settled.data.tokenizer and theirs.text.vocab_size != VOCABULARY_SIZE:
+        settled.data.tokenizer = interop.tokenizer(address)
+    return settled
+
+
+def keep_tokenizer(config: ConfigDict, workdir: Path) -> ConfigDict:
+    """Returns the config whose `data.tokenizer` is the copy in the workdir, which the first start makes.
+
+    All processes must call it.
+
+    Raises:
+      ConfigError: the tokenizer cannot be read, or differs from the copy.
+    """
+    given = config.data.tokenizer
+    if not given:
+        return config
+    own = workdir / f"tokenizer{'.json' if given.endswith('.json') else '.model'}"
+
+    def copy() -> None:
+        try:
+            content = files.read_whole(given, _LARGEST_TOKENIZER)
+        except FileNotFoundError as error:
+            if own.exists():  # a run resumes without it
+                return
+            raise ConfigError(
+                f"config.data.tokenizer={given!r} does not exist: give a tokenizer.json or a model of "
+                "SentencePiece, as it lies next to SigLIP's weights"
+            ) from error
+        except (OSError, ValueError, ModuleNotFoundError) as error:
+            shown = mask_credentials(f"{given!r}: {' '.join(str(error).split())}")
+            raise ConfigError(f"config.data.tokenizer={shown}") from error
+        if own.exists() and own.read_bytes() != content:
+            raise ConfigError(
+                f"config.data.tokenizer={mask_credentials(given)!r} differs from {own}, with which the run "
+                "began: leave it out, or use another --workdir"
+            )
+        if not own.exists():
+            write_atomically(own, content)
+
+    distributed.first_does(copy)
+    settled = config.copy_and_resolve_references()
+    settled.data.tokenizer = str(own)
     return settled
 
 
@@ -66,8 +110,8 @@ def _section(config: ConfigDict, key: str) -> ConfigDict:
     return config
 
 
-def _model_of_weights(config: ConfigDict, workdir: Path) -> clip.CLIPConfig:
-    """The model of the run in the workdir if it began with these weights, else that of the weights."""
+def _model_of_weights(config: ConfigDict, workdir: Path) -> tuple[clip.CLIPConfig, str]:
+    """The model of the run in the workdir if it began with these weights, else of these; and its address."""
     c = config.checkpoint
     address = (c.init_from or c.resume).removeprefix("file://")
     if not address:
@@ -83,13 +127,13 @@ def _model_of_weights(config: ConfigDict, workdir: Path) -> clip.CLIPConfig:
         if begun.get("init_from") == mask_credentials(c.init_from):
             address = str(workdir)
     if address != str(workdir) and not is_run(address):
-        return _described(address)
+        return _described(address), address
     theirs = model_of_run(address)
     if theirs is None:
         raise ConfigError(
             f"config.{KEY}={address!r} has no config.json: set config.model.name to the model of the run"
         )
-    return theirs
+    return theirs, address
 
 
 def _described(address: str) -> clip.CLIPConfig:
@@ -123,7 +167,7 @@ def _keys_of(theirs: clip.CLIPConfig) -> dict[str, Any]:
     """The config keys that describe a model."""
     keys: dict[str, Any] = {
         f"model.{tower}.{name}": getattr(getattr(theirs, tower), name)
-        for tower, more in (("vision", ("patch_size", *_FITTING)), ("text", ()))
+        for tower, more in (("vision", ("patch_size", *_FITTING)), ("text", ("vocab_size",)))
         for name in ("width", "layers", "heads", "mlp_ratio", *more)
     }
     return keys | {

@@ -1,0 +1,128 @@
+"""SigLIP's vocabularies: a tokenizer.json of the package `tokenizers`, or a model of `sentencepiece`.
+
+SigLIP removes punctuation, ends a text by "</s>" and pads with it. SigLIP 2, whose vocabulary is Gemma's,
+keeps punctuation, ends a text by "<eos>" and pads with "<pad>". Both lower-case. Nothing else is cleaned:
+captions keep the letters of every script.
+"""
+
+import functools
+import string
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from swjax.packages import require
+
+# Names of tokenizers in a folder of weights, the preferred first.
+FILES = ("tokenizer.json", "spiece.model", "tokenizer.model", "sentencepiece.model")
+_PUNCTUATION = str.maketrans("_", " ", string.punctuation.replace("_", ""))
+_SENTINEL = "<extra_id_"  # T5's last pieces: no caption has them, and SigLIP no embeddings
+
+
+class Vocabulary(NamedTuple):
+    """How texts become token ids.
+
+    Attributes:
+      encode: a function: text -> ids, without start and end.
+      size: number of ids.
+      start: ids before each text.
+      end: id after each text.
+      padding: id after the end.
+    """
+
+    encode: Callable[[str], list[int]]
+    size: int
+    start: tuple[int, ...]
+    end: int
+    padding: int
+
+
+@functools.lru_cache(4)
+def open_vocabulary(path: str) -> Vocabulary:
+    """Reads a vocabulary of SigLIP.
+
+    Args:
+      path: a local tokenizer.json, or a model of SentencePiece.
+
+    Raises:
+      FileNotFoundError: the file does not exist.
+      MissingPackage: the package that reads the file is not installed.
+      ValueError: the file is damaged, or belongs to another kind of tokenizer.
+    """
+    if not Path(path).is_file():
+        raise FileNotFoundError(
+            f"the tokenizer {path} does not exist: give a tokenizer.json or a model of SentencePiece, as it "
+            f"lies next to SigLIP's weights"
+        )
+    encode, id_of, piece_of, size = (_json if path.endswith(".json") else _sentencepiece)(path)
+    while _SENTINEL in piece_of(size - 1):
+        size -= 1
+    gemma, end = id_of("<eos>"), id_of("</s>")  # Gemma has both
+    if gemma is not None:
+        padding = id_of("<pad>")
+        return Vocabulary(
+            lambda text: encode(text.lower()),
+            size,
+            (),
+            gemma,
+            gemma if padding is None else padding,
+        )
+    if end is None:
+        raise ValueError(
+            f"the tokenizer {path} has neither a token '<eos>' nor '</s>': give that of a SigLIP"
+        )
+    return Vocabulary(lambda text: encode(canonical(text)), size, (), end, end)
+
+
+def canonical(text: str) -> str:
+    """Lower-cases a text, and removes ASCII punctuation and repeated white space, as big_vision does.
+
+    >>> canonical("It's_a «Füchsin»,  no?")
+    'its a «füchsin» no'
+    """
+    return " ".join(text.translate(_PUNCTUATION).lower().split())
+
+
+def _json(path: str):
+    """Opens a tokenizer.json; returns (encode, id of a piece or None, piece of an id, number of pieces)."""
+    require("tokenizers", extra="text", user=f"reading {path}")
+    from tokenizers import Tokenizer
+
+    try:
+        opened = Tokenizer.from_file(path)
+    except Exception as error:  # the package raises nothing more specific
+        raise ValueError(_damaged(path, error)) from error
+    opened.no_padding()
+    opened.no_truncation()
+
+    def encode(text: str) -> list[int]:
+        return opened.encode(text, add_special_tokens=False).ids
+
+    return (
+        encode,
+        opened.token_to_id,
+        lambda i: opened.id_to_token(i) or "",
+        opened.get_vocab_size(),
+    )
+
+
+def _sentencepiece(path: str):
+    """Opens a model of SentencePiece; see `_json`."""
+    require("sentencepiece", extra="text", user=f"reading {path}")
+    from sentencepiece import SentencePieceProcessor
+
+    try:
+        opened = SentencePieceProcessor(model_file=path)
+    except (OSError, RuntimeError) as error:
+        raise ValueError(_damaged(path, error)) from error
+
+    def id_of(piece: str) -> int | None:
+        found = opened.piece_to_id(piece)
+        return found if opened.id_to_piece(found) == piece else None  # otherwise the unknown piece
+
+    return opened.encode, id_of, opened.id_to_piece, opened.get_piece_size()
+
+
+def _damaged(path: str, error: Exception) -> str:
+    reason = " ".join(str(error).split())
+    return f"{path} is neither a tokenizer.json nor SentencePiece's model ({reason:.99}): download it again"
