@@ -550,9 +550,9 @@ CASES += [
 
 def table() -> str:
     """Returns the page's list in Markdown: what works with every optimizer, and the exceptions."""
-    everywhere = [f"- {check}" for check in CHECKS if check not in KNOWN]
+    everywhere = "; ".join(check for check in CHECKS if check not in KNOWN)
     others = [f"- {check}: {says}. {why}." for check, (_, says, _, why) in KNOWN.items()]
-    lines = ["Every optimizer works with:", "", *everywhere, "", "With exceptions:", "", *others]
+    lines = [f"Every optimizer works with: {everywhere}.", "", "With exceptions:", "", *others]
     return "\n".join(lines)
 
 
