@@ -254,15 +254,14 @@ def _peak(values: Iterable[float]) -> float:
 
 
 def leaders(
-    recent: Iterable[tuple[int, Mapping[str, float]]], start: int, rules: Rules, most: int = 5
+    recent: Iterable[tuple[int, Mapping[str, float]]], start: int, rules: Rules
 ) -> list[tuple[str, float, int]]:
-    """The tensors whose RMS was largest before a loss event.
+    """The five tensors whose RMS was largest before a loss event.
 
     Args:
       recent: (step, {tensor: RMS}) pairs, at least of the steps in the range `rules.lead`.
       start: first step of the loss event.
       rules: give the range of preceding steps.
-      most: largest number of tensors.
 
     Returns:
       (tensor, its largest RMS, the step of that RMS), largest first.
@@ -275,7 +274,7 @@ def leaders(
                 if math.isfinite(value) and value > best.get(name, (-math.inf,))[0]:
                     best[name] = (value, step)
     ranked = sorted(best.items(), key=lambda item: -item[1][0])
-    return [(name, value, step) for name, (value, step) in ranked[:most]]
+    return [(name, value, step) for name, (value, step) in ranked[:5]]
 
 
 @dataclasses.dataclass(frozen=True)

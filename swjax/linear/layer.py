@@ -310,8 +310,8 @@ def split_outliers(
 ) -> tuple[jax.Array, jax.Array]:
     """Splits x into a sum of two, of which the first is quantized.
 
-    With a threshold, that are features below it for every token, and the other features; with a quantile, the
-    clipped rows of a device, and the rest of each element.
+    With a threshold, the first term keeps the features that are below it for every token. With a quantile, it
+    holds the clipped rows of a device, and the second what was clipped off.
     """
     sharding = layer.sharding
 

@@ -209,7 +209,7 @@ def _fit(spec: P, shape: tuple[int, ...], mesh: Mesh) -> P:
     return partition_spec(fitting_spec(spec, shape, mesh.abstract_mesh))
 
 
-def gather_params(params: Any, rules: SpecRules = RULES) -> Any:
+def gather_params(params: Any) -> Any:
     """Replicates the parameters outside the blocks; quantized layers gather the block parameters themselves.
 
     Otherwise XLA would move activations to the shards of an embedding. The backward pass reduce-scatters the
@@ -217,14 +217,13 @@ def gather_params(params: Any, rules: SpecRules = RULES) -> Any:
 
     Args:
       params: tree of arrays, with names as for `spec_of`, rooted anywhere below the model.
-      rules: see `abstract_state`.
     """
 
     def leaf(path, x):
         mesh, name = jax.typeof(x).sharding.mesh, path_name(path)
         if mesh.empty or mesh.size == 1 or "blocks/" in name:
             return x
-        spec = spec_of(name, rules)
+        spec = spec_of(name, RULES)
         return _gather(x, NamedSharding(mesh, _fit(spec, x.shape, mesh))) if any(spec) else x
 
     return jax.tree_util.tree_map_with_path(leaf, params)
