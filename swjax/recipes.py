@@ -51,9 +51,13 @@ class Quantizer:
         `swjax.kernels.rotations`.
       scale: format of the scales of segments and squares: "float32", "float8_e8m0fnu" (MX) or
         "float8_e4m3fn" (NVFP4, with one more float32 scale for the operand).
+      stochastic: whether segments are rounded up or down at random, so that the mean is the operand, instead
+        of to the nearest value. The operand seeds the random bits, see
+        `swjax.kernels.block_formats.reference.random_bits`.
 
     Raises:
-      ValueError: the dtype or the scope does not exist, or the block or the rotation is invalid.
+      ValueError: the dtype or the scope does not exist, or the block, the rotation or the rounding is
+        invalid.
     """
 
     dtype: str
@@ -61,6 +65,7 @@ class Quantizer:
     block: int = 0
     rotation: int = 1
     scale: str = "float32"
+    stochastic: bool = False
 
     @property
     def in_blocks(self) -> bool:
@@ -81,6 +86,11 @@ class Quantizer:
             raise ValueError(
                 f"Quantizer's scale must be float32, or one of {BLOCK_SCALES} for the scopes {BLOCK_SCOPES}, "
                 f"got {self.scale!r} for {self.scope!r}"
+            )
+        if self.stochastic and self.scope != "segment":
+            raise ValueError(
+                f"Quantizer(stochastic=True) rounds segments only, got scope={self.scope!r}: "
+                "use stochastic=False"
             )
         if self.in_blocks:
             if self.block < 1 or (self.scope == "square" and self.rotation > 1):
@@ -377,11 +387,11 @@ RECIPES: dict[str, Recipe] = {
     "mxfp8": Recipe(
         fwd=Product(_MXFP8, _MXFP8), dgrad=Product(_MXFP8, _MXFP8), wgrad=Product(_MXFP8, _MXFP8)
     ),
-    # NVIDIA's NVFP4 for training: 16 x 16 elements of w, and rotated tokens in wgrad.
+    # NVIDIA's NVFP4 for training: 16 x 16 elements of w, rotated tokens in wgrad, g rounded stochastically.
     "nvfp4": Recipe(
         fwd=Product(_NVFP4, replace(_NVFP4, scope="square")),
-        dgrad=Product(_NVFP4, replace(_NVFP4, scope="square")),
-        wgrad=_rotating(Product(_NVFP4, _NVFP4), 16),
+        dgrad=Product(replace(_NVFP4, stochastic=True), replace(_NVFP4, scope="square")),
+        wgrad=_rotating(Product(_NVFP4, replace(_NVFP4, stochastic=True)), 16),
     ),
 }
 

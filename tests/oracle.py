@@ -3,6 +3,7 @@
 Each function is one algorithm of the paper, line by line.
 """
 
+import jax
 import ml_dtypes
 import numpy as np
 
@@ -126,13 +127,14 @@ def fp8_hadamard(x, w, g):
     return y, dx, sum(fp8(a, 0, "e4m3").T @ fp8(b, 0, "e5m2") for a, b in pairs)
 
 
-def in_blocks(x, rounded, block, square=False):
-    """Applies `rounded`, a function of a block, to blocks of neighbours in a row, or to squares."""
+def in_blocks(x, rounded, block, square=False, *others):
+    """Applies `rounded`, a function of a block, to blocks of neighbours in a row, or to squares; `others` are
+    cut alike."""
     out, rows = wide(x), block if square else 1
     for i in range(0, x.shape[0], rows):
         for j in range(0, x.shape[1], block):
             part = np.s_[i : i + rows, j : j + block]
-            out[part] = rounded(x[part].astype(np.float32))
+            out[part] = rounded(x[part].astype(np.float32), *(other[part] for other in others))
     return out
 
 
@@ -160,26 +162,54 @@ def mxfp8(x, w, g):
     return _in_three_products(x, w, g, of_rows, of_rows, of_rows)
 
 
-def nv(a, square=False):
+def nv(a, square=False, bits=None):
     absmax = max(np.abs(a.astype(np.float32)).max(initial=0), 2.0**-92)
     encode = np.float32(448 * 6) / np.float32(absmax)
 
-    def rounded(block):
+    def rounded(block, bits=None):
         scale = np.float32(np.abs(block).max()) / np.float32(6) * encode
         scale = np.minimum(scale, np.float32(448)).astype(FP8["e4m3"][0]).astype(np.float32)
         whole = scale * (np.float32(1) / encode)
         if not whole:
             return np.zeros_like(block)
-        values = np.clip(block * (np.float32(1) / whole), -6, 6).astype(ml_dtypes.float4_e2m1fn)
+        scaled = block * (np.float32(1) / whole)
+        values = np.clip(scaled, -6, 6).astype(ml_dtypes.float4_e2m1fn)
+        if bits is not None:
+            values = rounded_stochastically(scaled, bits)
         return values.astype(np.float64) * float(scale) * float(np.float32(1) / encode)
 
-    return in_blocks(a, rounded, 16, square)
+    return in_blocks(a, rounded, 16, square, *([] if bits is None else [bits]))
+
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 8], np.float32)
+
+
+def rounded_stochastically(x, bits):
+    """The neighbour further from zero in e2m1 with a probability that is the distance to the nearer one."""
+    below = np.searchsorted(E2M1, np.minimum(np.abs(x), 6), side="right") - 1
+    low, high = E2M1[below], E2M1[below + 1]
+    up = (bits >> 8) * 2.0**-24 < (np.abs(x) - low) / (high - low)
+    return np.copysign(np.minimum(np.where(up, high, low), 6), x)
+
+
+def random_bits(x, shape, stream):
+    """Threefry's bits, the seed of which is the sum of MurmurHash3's final mixing of each element."""
+    h = x.astype(np.float32).view(np.uint32)
+    h = (h ^ h >> 16) * np.uint32(0x85EBCA6B)
+    h = (h ^ h >> 13) * np.uint32(0xC2B2AE35)
+    seed = np.sum(h ^ h >> 16, dtype=np.uint32)
+    key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), stream)
+    return np.asarray(jax.random.bits(key, shape, "uint32"))
 
 
 def nvfp4(x, w, g):
-    def of_tokens(a):
+    def of_tokens(a, stochastic=False):
         padded = np.pad(a, ((0, 0), (0, -a.shape[1] % 16)))
         mixed = wide(padded).reshape(len(a), -1, 16) @ hadamard(16).T
-        return nv(mixed.reshape(padded.shape).astype(a.dtype))
+        bits = random_bits(a, padded.shape[::-1], 1).T if stochastic else None
+        return nv(mixed.reshape(padded.shape).astype(a.dtype), bits=bits)
 
-    return _in_three_products(x, w, g, nv, lambda a: nv(a, square=True), of_tokens)
+    of_weight = lambda a: nv(a, square=True)
+    y = nv(x) @ of_weight(w.T).T
+    dx = nv(g, bits=random_bits(g, g.shape, 0)) @ of_weight(w).T
+    return y, dx, of_tokens(x.T) @ of_tokens(g.T, stochastic=True).T

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import oracle
 import pytest
 
 import swjax
@@ -203,6 +204,56 @@ def test_stochastic_rounding_has_no_bias(name):
     assert all(len(np.unique(column)) <= 2 for column in np.asarray(values).T)  # the two neighbours
 
 
+def test_gradients_of_a_layer_are_rounded_without_bias():
+    """The gradients of `nvfp4`, of 10**5 tokens or columns with the same g, average to that of g itself.
+
+    Every block has the same largest magnitude: otherwise scales that are rounded down clip it.
+    """
+    rng, draws = np.random.default_rng(0), 100_000
+    w, g = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((16, 32), (1, 32)))
+    g = g.at[0, (5, 30)].set((3.5, -3.5))
+    layer = partial(swjax.switchback, recipe="nvfp4")
+    dxs = jax.jit(lambda g: jax.vjp(layer, jnp.zeros((draws, 16)), w)[1](g)[0])(
+        jnp.broadcast_to(g, (draws, 32))
+    )
+    want = np.asarray(g, np.float64) @ oracle.nv(np.asarray(w), square=True).T
+    check_mean(dxs, want[0])
+    x, g = (jnp.asarray(rng.normal(size=(16, 1 + m)), jnp.float32) for m in range(2))
+    g = jnp.broadcast_to(g[:, :1], (16, draws))
+    dws = jax.jit(lambda g: jax.vjp(layer, x, jnp.zeros((1, draws)))[1](g)[1])(g)
+    rotated = oracle.hadamard(16) @ np.asarray(x, np.float64)
+    want = oracle.nv(rotated.T) @ (oracle.hadamard(16) @ np.asarray(g[:, 0], np.float64))
+    check_mean(dws.T, want)
+
+
+def check_mean(draws, want):
+    """The mean of [draws, n] is within five standard errors of `want`, and the draws differ."""
+    draws = np.asarray(draws, np.float64)
+    error = np.abs(draws.mean(0) - want)
+    deviation = draws.std(0)
+    assert np.all(deviation > 0.01 * np.abs(want).max())
+    assert np.all(error <= 5 * deviation / np.sqrt(len(draws)) + 1e-6 * np.abs(want).max())
+
+
+def test_a_gradient_seeds_its_rounding():
+    """Equal gradients round alike, also batched and recomputed; one changed element changes all roundings."""
+    g = jnp.asarray(np.random.default_rng(0).normal(size=(48, 32)), jnp.float32)
+    layer = partial(swjax.switchback, recipe="nvfp4")
+    x, w = jnp.ones((48, 16)), jnp.eye(16, 32)
+
+    @jax.jit
+    def dxs(g):
+        dx = lambda g: jax.vjp(layer, x, w)[1](g)[0]
+        recomputed = jax.vjp(jax.checkpoint(layer), x, w)[1](g)[0]
+        return jax.vmap(dx)(jnp.stack([g, g.at[47, 31].multiply(1.0001)])), recomputed
+
+    (batched, other), recomputed = dxs(g)
+    want = jax.vjp(layer, x, w)[1](g)[0]
+    for got in (batched, recomputed):
+        np.testing.assert_array_equal(got, want)
+    assert np.mean(np.asarray(other[:32] != want[:32])) > 0.3
+
+
 E4M3_ROW, SQUARE = Quantizer("float8_e4m3fn", "row"), Quantizer("float8_e4m3fn", "square", 128)
 MX, NV = RECIPES["mxfp8"], RECIPES["nvfp4"]
 X, W = jnp.ones((4, 8)), jnp.ones((8, 4))
@@ -217,6 +268,10 @@ X, W = jnp.ones((4, 8)), jnp.ones((8, 4))
         (
             lambda: Quantizer("float8_e5m2", "row", scale="float8_e8m0fnu"),
             "scale must be float32, .* got 'float8_e8m0fnu' for 'row'",
+        ),
+        (
+            lambda: Quantizer("float8_e4m3fn", "square", 16, stochastic=True),
+            "rounds segments only, got scope='square': use stochastic=False",
         ),
         (lambda: Product(E4M3_ROW, SQUARE), "segments with segments .* got row and square"),
         (lambda: Recipe(MX.fwd, MX.dgrad, save_quantized=True), "saves no block formats"),

@@ -91,7 +91,10 @@ def test_shards_of_whole_blocks_have_the_blocks_of_one_device(name, k):
     layer = partial(swjax.switchback, recipe=name, layout=layout)
     with jax.set_mesh(mesh):
         got = jax.jit(partial(gradients, layer))(args, g)
-    compare(got[:2], one_device(name, **sizes)[:2])
+    want = one_device(name, **sizes)
+    seeded = name == "nvfp4"  # the elements of a device seed its rounding of g
+    assert snr_db(got[1], want[1]) > OWN_DB[name]
+    compare(got[: 2 - seeded], want[: 2 - seeded])
 
 
 def test_each_device_quantizes_blocks_of_its_own_tokens():

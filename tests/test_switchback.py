@@ -231,6 +231,8 @@ def test_forms_that_kernels_read_change_nothing(name, monkeypatch):
         if (name in ("int8_hadamard", "fp8_hadamard") or in_blocks) and spec:  # of its features
             assert snr_db(got.pop(0), expected.pop(0)) > y_db
             assert snr_db(got.pop(0), expected.pop(0)) > dx_db
+        elif name == "nvfp4" and spec is not None:  # a device's elements seed its rounding
+            assert snr_db(got.pop(1), expected.pop(1)) > dx_db
         for a, b in zip(got, expected, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 

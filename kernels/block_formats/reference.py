@@ -100,8 +100,8 @@ def quantize_blocks(
       scale: format of the scales, see above.
       square: whether blocks are `block` x `block` elements of a matrix.
       absmax: float32 with one element, M; None takes that of x. For shards of a larger array.
-      bits: uint32 like x, random: rounds stochastically, see `round_to_fp8`, so that the mean over bits is x.
-        None rounds to nearest, ties to even.
+      bits: uint32 like x, random: rounds stochastically, see `round_to_fp8`, so that the mean over bits is x,
+        clipped where a scale was rounded down. None rounds to nearest, ties to even.
 
     Returns:
       Blocks.
@@ -154,6 +154,29 @@ def quantize_blocks(
     scaled = to_float32(x) * _spread(factors, shape, *spread)
     values = jnp.clip(round_to_fp8(scaled, dtype, bits), -largest, largest)
     return Blocks(jnp.where(_spread(finite, shape, *spread), values, jnp.nan), scales, one)
+
+
+def random_bits(x: jax.Array, shape: tuple[int, ...], stream: int = 0) -> jax.Array:
+    """Random bits for stochastic rounding, which x itself seeds: uint32 of a shape.
+
+    The sum of the hashes of all elements is the seed of a counter-based generator. A layer so needs no key: a
+    step that is repeated, resumed or recomputed rounds alike, on every device that holds the same x, and two
+    different x have unrelated bits. x that is repeated exactly is rounded alike.
+
+    Args:
+      x: [...] float16, bfloat16 or float32, one that is the same on every platform.
+      shape: of the bits.
+      stream: a number for each use of the same x.
+
+    >>> random_bits(jnp.ones(3), (2,)).dtype
+    dtype('uint32')
+    """
+    hashed = lax.bitcast_convert_type(to_float32(x), jnp.uint32)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):  # MurmurHash3's final mixing
+        hashed = (hashed ^ (hashed >> shift)) * jnp.uint32(factor)
+    seed = jnp.sum(hashed ^ (hashed >> 16), dtype=jnp.uint32)
+    key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), stream)
+    return jax.random.bits(key, shape, "uint32")
 
 
 def emulated(x: Blocks, axis: int, block: int, *, square: bool = False, dtype: str) -> QTensor:

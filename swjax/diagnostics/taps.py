@@ -18,7 +18,12 @@ from flax import linen, nnx
 from swjax.diagnostics.names import FEATURE_MAX, FEATURE_MEAN, OPERANDS
 from swjax.diagnostics.values import magnitudes
 from swjax.kernels import reference
-from swjax.kernels.block_formats.reference import ELEMENTS, emulated, quantize_blocks
+from swjax.kernels.block_formats.reference import (
+    ELEMENTS,
+    emulated,
+    quantize_blocks,
+    random_bits,
+)
 from swjax.kernels.block_weight_gradients.reference import rotated_blocks
 from swjax.kernels.rotations.reference import rotate_features
 from swjax.linear.contraction import DotGeneral, as_linear
@@ -212,7 +217,8 @@ def _block_sums(quantizer: Quantizer, x: jax.Array, axis: int, kept: jax.Array |
     exact = given if kept is None else jnp.where(kept, 0.0, given)
     spread: dict[str, Any] = {"square": quantizer.scope == "square"}
     options: dict[str, Any] = {"dtype": quantizer.dtype, "scale": quantizer.scale} | spread
-    blocks = quantize_blocks(exact, axis, block=quantizer.block, **options)
+    bits = random_bits(exact, exact.shape, stream=axis + 1) if quantizer.stochastic else None
+    blocks = quantize_blocks(exact, axis, block=quantizer.block, bits=bits, **options)
     q = emulated(blocks, axis, quantizer.block, dtype="float32", **spread)
     largest = ELEMENTS[quantizer.dtype]
     return _counts_and_squares(given, exact, blocks.values, reference.dequantize(q), largest)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from swjax.kernels import dispatch, reference, targets
-from swjax.kernels.block_formats.reference import emulated, quantize_blocks
+from swjax.kernels.block_formats.reference import emulated, quantize_blocks, random_bits
 from swjax.kernels.reference import QTensor
 from swjax.linear.layouts import Spec, as_matrix, quantized_specs, specs_of
 from swjax.linear.sharding import Sharding
@@ -197,21 +197,24 @@ def quantize_in_blocks(
     """Rounds x to a block format for a product that sums over `axis`; for axis 0, as a matrix of all tokens.
 
     Each device forms blocks of its own elements. To rotate tokens, zeros fill the last group of a device, for
-    both operands of the weight gradient alike.
+    both operands of the weight gradient alike. The elements of a device seed its stochastic rounding.
     """
     sharding, whole = layer.sharding, as_matrix(spec, False) if axis == 0 else spec
     rotation = quantizer.rotation
 
     def step(x):
+        given = x
         if axis == 0:
             x = rotated_tokens(as_rows(x), rotation)
         else:
             x = reference.rotate_features(x, rotation, axis)
-        absmax = None
+        absmax = bits = None
+        if quantizer.stochastic:  # rotated elements may differ in the last bit between platforms
+            bits = random_bits(given, x.shape, stream=axis + 1)
         if sharding.sharded_axes(*whole):
             absmax = reference.absolute_maximum(x, tuple(range(x.ndim)))
             absmax = sharding.maximum(absmax, *whole)
-        return _in_blocks(x, absmax, axis, quantizer)
+        return _in_blocks(x, absmax, bits, axis, quantizer)
 
     specs = quantized_specs(whole, Spec(() for _ in whole))
     return sharding.map_shards(step, (x,), (spec,), specs)
@@ -219,7 +222,13 @@ def quantize_in_blocks(
 
 # One program also outside `jax.jit`, instead of one for each of its 40 operations.
 @partial(jax.jit, static_argnames=("axis", "quantizer"))
-def _in_blocks(x: jax.Array, absmax: jax.Array | None, axis: int, quantizer: Quantizer) -> QTensor:
+def _in_blocks(
+    x: jax.Array,
+    absmax: jax.Array | None,
+    bits: jax.Array | None,
+    axis: int,
+    quantizer: Quantizer,
+) -> QTensor:
     block, square = quantizer.block, quantizer.scope == "square"
     blocks = quantize_blocks(
         x,
@@ -229,6 +238,7 @@ def _in_blocks(x: jax.Array, absmax: jax.Array | None, axis: int, quantizer: Qua
         scale=quantizer.scale,
         square=square,
         absmax=absmax,
+        bits=bits,
     )
     dtype = "float32" if quantizer.scale == "float32" else "bfloat16"
     return emulated(blocks, axis, block, square=square, dtype=dtype)
