@@ -35,6 +35,7 @@ from swjax.kernels.quantizers.reference import (
     quantize_and_sum,
     quantize_both,
     quantize_by,
+    quantize_static,
 )
 from swjax.kernels.ragged.reference import (
     ragged_block_weight_gradient,
@@ -71,6 +72,7 @@ __all__ = [
     "quantize_both",
     "quantize_by",
     "quantize_rotated",
+    "quantize_static",
     "ragged_block_weight_gradient",
     "ragged_matmul",
     "ragged_weight_gradient",

@@ -27,7 +27,9 @@ QUANTIZED_DTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")
 BLOCK_DTYPES = ("float8_e4m3fn", "float8_e5m2", "float4_e2m1fn")
 BLOCK_SCALES = ("float32", "float8_e8m0fnu", "float8_e4m3fn")
 BLOCK_SCOPES = ("segment", "square")  # of formats whose scales vary along the contraction
-SCOPES = ("row", "channel", "tensor", "block", *BLOCK_SCOPES)
+STATIC_SCOPES = ("unit", "fan_in")
+WEIGHT_SCOPES = ("square", "fan_in")  # of weights only
+SCOPES = ("row", "channel", "tensor", "block", *STATIC_SCOPES, *BLOCK_SCOPES)
 ROTATIONS = (1, 2, 4, 8, 16, 32, 64, 128)
 LONGEST_INT8_SUM = 2**17  # an int32 sum holds 2**31 / 127**2 = 133,144 int8 products
 
@@ -42,6 +44,8 @@ class Quantizer:
       scope: the elements that share one scale. "row": a vector of the left operand along the contraction (a
         token); "channel": a vector of the right operand along the contraction (an output channel of that
         product); "tensor": the whole operand; "block": a column of a block of tokens, only for wgrad;
+        "unit": the whole operand, with the constant scale 1, for fp8 values near 1; "fan_in": a weight [k,
+        n], with a constant scale near k**-0.5, see `static_scale`;
         "segment": `block` neighbours along the contraction; "square": `block` x `block` elements of a weight.
         Products of the last two are emulated, see `swjax.kernels.block_formats`.
       block: largest number of tokens per block, or the size of a segment or square; 0 for the other scopes.
@@ -72,8 +76,33 @@ class Quantizer:
         """Whether scales vary along the contraction, so that the product is emulated."""
         return self.scope in BLOCK_SCOPES
 
+    @property
+    def is_static(self) -> bool:
+        """Whether the scale is a constant."""
+        return self.scope in STATIC_SCOPES
+
+    @property
+    def has_one_scale(self) -> bool:
+        """Whether the whole operand shares a scale, so that it is the same along each axis."""
+        return self.scope == "tensor" or self.is_static
+
+    def static_scale(self, shape: tuple[int, ...]) -> float:
+        """The constant scale of a static operand of a shape: a power of two.
+
+        Weights [k, n] that are initialized with a variance of 1 / k, as those of Flax's layers, are divided
+        by their standard deviation: this is Unit Scaling, with the factor in the scale instead of in the
+        parameter.
+
+        >>> Quantizer("float8_e4m3fn", "fan_in").static_scale((1024, 64))
+        0.03125
+
+        References:
+          Blake et al., "Unit Scaling", ICML 2023, https://arxiv.org/abs/2303.11257
+        """
+        return 1.0 if self.scope == "unit" else 2.0 ** -round(math.log2(max(shape[0], 1)) / 2)
+
     def __post_init__(self) -> None:
-        dtypes = BLOCK_DTYPES if self.in_blocks else QUANTIZED_DTYPES
+        dtypes = BLOCK_DTYPES if self.in_blocks else QUANTIZED_DTYPES[self.is_static :]
         if self.dtype not in dtypes:
             raise ValueError(f"Quantizer's dtype must be one of {dtypes}, got {self.dtype!r}")
         if self.scope not in SCOPES:
@@ -144,9 +173,10 @@ class Product:
                 "Product multiplies int8 with int8, or fp8 with fp8, "
                 f"got {self.lhs.dtype} and {self.rhs.dtype}"
             )
-        if self.lhs.in_blocks != self.rhs.in_blocks or self.lhs.scope == "square":
+        if self.lhs.in_blocks != self.rhs.in_blocks or self.lhs.scope in WEIGHT_SCOPES:
             raise ValueError(
-                "Product multiplies segments with segments or squares, or neither operand is in blocks, "
+                "Product multiplies segments with segments or squares, or neither operand is in blocks; "
+                f"scopes of weights {WEIGHT_SCOPES} are for rhs, "
                 f"got {self.lhs.scope} and {self.rhs.scope}"
             )
         rotations = {q.rotation for q in (self.lhs, self.rhs) if q.scope != "block"}
@@ -222,7 +252,7 @@ class Recipe:
         if self.fwd is None or self.dgrad is None:
             return False
         rhs = self.fwd.rhs
-        return rhs == self.dgrad.rhs and rhs.scope == "tensor" and rhs.rotation == 1
+        return rhs == self.dgrad.rhs and rhs.has_one_scale and rhs.rotation == 1
 
     def rotating(self, k: int, n: int) -> "Recipe":
         """The recipe with rotations of fwd that divide k features, and of dgrad that divide n features.
@@ -282,9 +312,10 @@ class Recipe:
         if self.wgrad is None:
             return
         if "block" not in (self.wgrad.lhs.scope, self.wgrad.rhs.scope):
-            if "square" in (self.wgrad.lhs.scope, self.wgrad.rhs.scope):
+            if self.wgrad.rhs.scope in WEIGHT_SCOPES:
                 raise ValueError(
-                    "Recipe(wgrad=...) has no weight: use 'segment' rather than 'square'"
+                    "Recipe(wgrad=...) has no weight: use 'segment' rather than 'square', and 'unit' rather "
+                    f"than 'fan_in', got {self.wgrad.rhs.scope!r}"
                 )
             if self.wgrad.lhs.rotation > 1 and not self.wgrad.in_blocks:
                 raise ValueError(
@@ -370,6 +401,12 @@ RECIPES: dict[str, Recipe] = {
         fwd=Product(_e4m3("tensor"), _e4m3("tensor")),
         dgrad=Product(_e5m2("tensor"), _e4m3("tensor")),
         wgrad=Product(_e4m3("tensor"), _e5m2("tensor")),
+    ),
+    # fp8 with constant scales, as in Unit Scaling: for x near 1, w near k**-0.5, and scaled losses.
+    "fp8_static": Recipe(
+        fwd=Product(_e4m3("unit"), _e4m3("fan_in")),
+        dgrad=Product(_e5m2("unit"), _e4m3("fan_in")),
+        wgrad=Product(_e4m3("unit"), _e5m2("unit")),
     ),
     # int8_hadamard in fp8.
     "fp8_hadamard": Recipe(

@@ -167,6 +167,11 @@ OPERANDS = {
         int8(1, 1, dtypes=(E5M2, E4M3)),
         int8(1, 1, dtypes=(E4M3, E5M2)),
     ),
+    "fp8_static": (
+        int8(1, 1, dtypes=(E4M3, E4M3)),
+        int8(1, 1, dtypes=(E5M2, E4M3)),
+        int8(1, 1, dtypes=(E4M3, E5M2)),
+    ),
     "fp8_hadamard": (
         int8(24, 1, dtypes=(E4M3, E4M3)),
         int8(24, 1, dtypes=(E5M2, E4M3)),

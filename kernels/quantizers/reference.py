@@ -67,6 +67,28 @@ def quantize_by(
     return q.T if transpose else q
 
 
+def quantize_static(x: jax.Array, scale: float, dtype: str) -> QTensor:
+    """Like `quantize` with a constant scale, so that no pass over x finds a maximum: for values near 1.
+
+    Values beyond the range of `dtype` are clipped. Non-finite elements become NaN.
+
+    Args:
+      x: [...] float16, bfloat16 or float32.
+      scale: a power of two.
+      dtype: "float8_e4m3fn" or "float8_e5m2".
+
+    Returns:
+      A QTensor; its scale has one element.
+
+    >>> quantize_static(jnp.array([1.0, 0.3, 2000.0]), 2.0, "float8_e4m3fn").values.tolist()
+    [0.5, 0.15625, 448.0]
+    """
+    scaled = to_float32(x) * (1 / scale)
+    values = formats.round_to_fp8(jnp.clip(scaled, -LARGEST[dtype], LARGEST[dtype]), dtype)
+    values = jnp.where(jnp.isfinite(scaled), values, jnp.nan).astype(dtype)
+    return QTensor(values, jnp.full((1,) * x.ndim, scale, jnp.float32))
+
+
 def quantize_both(x: jax.Array, absmax: jax.Array, dtype: str = "int8") -> tuple[QTensor, QTensor]:
     """Quantizes a weight and its transpose with one scale, in one pass; or each weight of a stack.
 

@@ -329,6 +329,11 @@ def _sums(quantizer: Quantizer | None, x, axes: tuple[int, ...], kept=None) -> j
         x = rotate_features(x, rotation, axes[0])
     if quantizer.in_blocks:
         return _block_sums(quantizer, x, axes[0], kept)
+    if quantizer.is_static:
+        given = x.astype(jnp.float32)
+        q = reference.quantize_static(x, quantizer.static_scale(x.shape), quantizer.dtype)
+        largest = reference.LARGEST[quantizer.dtype]
+        return _counts_and_squares(given, given, q.values, reference.dequantize(q), largest)
     return operand_sums(x, spanned, quantizer.dtype, kept)
 
 

@@ -479,6 +479,9 @@ def quantize_weight(
             f"quantize_weight needs w [k, n], got {w.shape}: use jax.vmap for a stack of weights"
         )
     quantizer = weight_quantizer(recipes.get(recipe).rotating(*w.shape))
+    if quantizer.is_static:
+        scale = quantizer.static_scale(w.shape)
+        return reference.quantize_static(w, scale, quantizer.dtype).T
     axes = (0, 1) if quantizer.scope == "tensor" else (0,)
     return dispatch.run(
         "quantize",

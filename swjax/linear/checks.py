@@ -150,7 +150,7 @@ def check_dtypes(
 
 def _check_quantized(w: QTensor, recipe: str | Recipe) -> None:
     quantizer = weight_quantizer(recipe)
-    columns = 1 if quantizer.scope == "tensor" else w.values.shape[0]
+    columns = 1 if quantizer.has_one_scale else w.values.shape[0]
     if w.values.dtype != quantizer.dtype or w.scale.shape != (columns, 1):
         raise ValueError(
             f"a quantized w must be {quantizer.dtype} [n, k] with a scale {(columns, 1)} for this recipe, "

@@ -293,9 +293,11 @@ def check_group_sizes(x: jax.Array | jax.ShapeDtypeStruct, group_sizes: jax.Arra
 def check_recipe(name: str, recipe: Recipe, shape: tuple[int, ...]) -> None:
     """Raises a ValueError if experts with weights of this shape [e, k, n] cannot follow the recipe."""
     products = [product for product in (recipe.fwd, recipe.dgrad) if product is not None]
-    plain = [(p.lhs.scope, p.lhs.rotation, p.outlier_threshold) for p in products]
+    plain = [
+        (p.lhs.scope, p.lhs.rotation, p.outlier_threshold) for p in products if not p.rhs.is_static
+    ]
     blocks = recipe.wgrad is None or recipe.wgrad.lhs.scope == "block"
-    if not blocks or any(each != ("row", 1, 0) for each in plain):
+    if not blocks or plain != [("row", 1, 0)] * len(products):
         raise ValueError(
             f"{name} needs a recipe that quantizes rows of x, without rotated features and outliers, and "
             f"computes the weight gradient in 16 bits or in blocks of tokens, got {recipe}: use "

@@ -162,15 +162,19 @@ def quantize_sharded(
     transpose: bool = False,
 ) -> QTensor:
     """Rotates and quantizes x for a product that sums over `axis`; for axis 0, as a matrix of all tokens."""
-    sharding, per_tensor = layer.sharding, quantizer.scope == "tensor"
+    sharding, per_tensor = layer.sharding, quantizer.has_one_scale
     out_spec = as_matrix(spec, False) if axis == 0 else spec
     shared = out_spec if per_tensor else (out_spec[axis],)
     options: dict[str, Any] = {"dtype": quantizer.dtype, "transpose": transpose}
     options["implementation"] = layer.implementation
     rotation, whole = quantizer.rotation, not sharding.sharded_axes(*shared)
+    constant = quantizer.static_scale(x.shape) if quantizer.is_static else None
 
     def step(x):
         x = as_rows(x) if axis == 0 else x
+        if constant is not None:
+            q = reference.quantize_static(x, constant, quantizer.dtype)
+            return q.T if transpose else q
         if rotation > 1 and quantizer.scope == "row" and whole:
             rotated: dict[str, Any] = {"rotation": rotation, "dtype": quantizer.dtype}
             rotated["implementation"] = layer.implementation
@@ -256,8 +260,13 @@ def rotated_tokens(x: jax.Array, rotation: int) -> jax.Array:
     return reference.rotate_features(x, rotation, 0)
 
 
-def quantize_weight_both_ways(w: jax.Array, dtype: str, layer: Layer) -> tuple[QTensor, QTensor]:
+def quantize_weight_both_ways(
+    w: jax.Array, quantizer: Quantizer, layer: Layer
+) -> tuple[QTensor, QTensor]:
     """Quantizes w [k, n] with one scale; returns the quantized matrix and its quantized transpose."""
+    if quantizer.is_static:
+        quantize = partial(quantize_sharded, quantizer, w, layer.sharding.w, -1, layer)
+        return quantize(), quantize(transpose=True)
     sharding, one = layer.sharding, Spec(((), ()))
 
     def step(w):
@@ -267,7 +276,11 @@ def quantize_weight_both_ways(w: jax.Array, dtype: str, layer: Layer) -> tuple[Q
         if sharding.sharded_axes(*sharding.w):
             absmax = sharding.maximum(reference.absolute_maximum(absmax, (0,)), *sharding.w)
         return dispatch.run(
-            "quantize_both", w, absmax, dtype=dtype, implementation=layer.implementation
+            "quantize_both",
+            w,
+            absmax,
+            dtype=quantizer.dtype,
+            implementation=layer.implementation,
         )
 
     w_spec = sharding.w

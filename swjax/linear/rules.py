@@ -127,7 +127,7 @@ def _quantized_weight(w: jax.Array | QTensor, layer: Layer) -> Operand:
     if fwd is None or fwd.in_blocks:  # blocks extend along the axis that a product sums over
         return Operand(w)
     if layer.recipe.quantizes_weight_once and layer.reads_last_axis:
-        known = Operand(None, *quantize_weight_both_ways(w, fwd.rhs.dtype, layer))
+        known = Operand(None, *quantize_weight_both_ways(w, fwd.rhs, layer))
     else:
         known = read(fwd.rhs, Operand(w), layer.sharding.w, 0, layer)
     q, transposed = (form and name_for_checkpoint(form, "swjax_w") for form in known[1:3])
