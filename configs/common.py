@@ -40,7 +40,7 @@ KEYS: dict[str, tuple] = {
     "model.recipe": ("switchback", (
         "standard", "switchback", "switchback_m", "switchback_q", "switchback_hadamard",
         "int8_hadamard", "llm_int8", "llm_int8_outlier6", "fp8_switchback", "fp8_tensorwise",
-        "fp8_static", "fp8_hadamard", "fp8_block128", "mxfp8", "nvfp4", "auto"),
+        "fp8_static", "fp8_hadamard", "fp8_block128", "fp4_dge", "mxfp8", "nvfp4", "auto"),
         "precision of the linear layers of every block; auto: the fastest on the chip when the run begins"),
     "model.dtype": ("bfloat16", ("float32", "bfloat16", "float16"),
         "dtype of computation; parameters are float32"),

@@ -133,10 +133,7 @@ def round_to_fp8(x: jax.Array, dtype: str, bits: jax.Array | None = None) -> jax
     >>> round_to_fp8(jnp.array([0.3, 17.1, 0.001]), "float8_e4m3fn").tolist()
     [0.3125, 18.0, 0.001953125]
     """
-    exponent_bits = lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0x7F800000)
-    power = lax.bitcast_convert_type(exponent_bits, jnp.float32)  # 2 ** floor(log2 |x|), or 0
-    power = jnp.maximum(power, 2.0 ** FP8_SMALLEST_EXPONENT[dtype])  # subnormals: a fixed spacing
-    spacing = power * 2.0 ** -FP8_MANTISSA_BITS[dtype]
+    spacing = spacing_of(x, dtype)
     steps = x / spacing
     if bits is None:
         rounded = jnp.round(steps)
@@ -145,3 +142,15 @@ def round_to_fp8(x: jax.Array, dtype: str, bits: jax.Array | None = None) -> jax
         up = (bits >> 8).astype(jnp.float32) * 2.0**-24 < jnp.abs(steps - whole)
         rounded = whole + jnp.where(up, jnp.sign(steps), 0)
     return jnp.where(jnp.isfinite(x), rounded * spacing, x)
+
+
+def spacing_of(x: jax.Array, dtype: str) -> jax.Array:
+    """The distance between the two neighbours of each element in an fp8 or fp4 format; see `round_to_fp8`.
+
+    >>> spacing_of(jnp.array([0.1, 1.2, 5.0]), "float4_e2m1fn").tolist()
+    [0.5, 0.5, 2.0]
+    """
+    exponent_bits = lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0x7F800000)
+    power = lax.bitcast_convert_type(exponent_bits, jnp.float32)  # 2 ** floor(log2 |x|), or 0
+    power = jnp.maximum(power, 2.0 ** FP8_SMALLEST_EXPONENT[dtype])  # subnormals: a fixed spacing
+    return power * 2.0 ** -FP8_MANTISSA_BITS[dtype]

@@ -26,9 +26,9 @@ R = TypeVar("R")
 QUANTIZED_DTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")
 BLOCK_DTYPES = ("float8_e4m3fn", "float8_e5m2", "float4_e2m1fn")
 BLOCK_SCALES = ("float32", "float8_e8m0fnu", "float8_e4m3fn")
-BLOCK_SCOPES = ("segment", "square")  # of formats whose scales vary along the contraction
+BLOCK_SCOPES = ("segment", "square", "column")  # of emulated formats
 STATIC_SCOPES = ("unit", "fan_in")
-WEIGHT_SCOPES = ("square", "fan_in")  # of weights only
+WEIGHT_SCOPES = ("square", "column", "fan_in")  # of weights only
 SCOPES = ("row", "channel", "tensor", "block", *STATIC_SCOPES, *BLOCK_SCOPES)
 ROTATIONS = (1, 2, 4, 8, 16, 32, 64, 128)
 LONGEST_INT8_SUM = 2**17  # an int32 sum holds 2**31 / 127**2 = 133,144 int8 products
@@ -39,16 +39,18 @@ class Quantizer:
     """The quantization of one operand of a product.
 
     Attributes:
-      dtype: "int8", "float8_e4m3fn" or "float8_e5m2"; for the scopes "segment" and "square" an fp8 format or
-        "float4_e2m1fn".
+      dtype: "int8", "float8_e4m3fn" or "float8_e5m2"; for the scopes "segment", "square" and "column" an fp8
+        format or "float4_e2m1fn".
       scope: the elements that share one scale. "row": a vector of the left operand along the contraction (a
         token); "channel": a vector of the right operand along the contraction (an output channel of that
         product); "tensor": the whole operand; "block": a column of a block of tokens, only for wgrad;
         "unit": the whole operand, with the constant scale 1, for fp8 values near 1; "fan_in": a weight [k,
         n], with a constant scale near k**-0.5, see `static_scale`;
-        "segment": `block` neighbours along the contraction; "square": `block` x `block` elements of a weight.
-        Products of the last two are emulated, see `swjax.kernels.block_formats`.
-      block: largest number of tokens per block, or the size of a segment or square; 0 for the other scopes.
+        "segment": `block` neighbours along the contraction; "square": `block` x `block` elements of a weight;
+        "column": an output channel of a weight, also in dgrad.
+        Products of the last three are emulated, see `swjax.kernels.block_formats`.
+      block: largest number of tokens per block, or the size of a segment or square; 0 for the other scopes,
+        and for segments that are whole rows.
       rotation: number of neighbours along the contraction (features, and tokens in wgrad) that an
         orthogonal matrix mixes before they are quantized, a power of two up to 128; 1 means no rotation. If
         it does not divide the features of a device, its largest power of two that does is used. See
@@ -122,10 +124,14 @@ class Quantizer:
                 "use stochastic=False"
             )
         if self.in_blocks:
-            if self.block < 1 or (self.scope == "square" and self.rotation > 1):
+            if self.scope == "segment":
+                fits = self.block >= 0
+            else:
+                fits = (self.block > 0) == (self.scope == "square") and self.rotation == 1
+            if not fits:
                 raise ValueError(
-                    f"Quantizer(scope={self.scope!r}) needs a positive block, and rotates segments only, "
-                    f"got block={self.block} and rotation={self.rotation}"
+                    f"Quantizer(scope={self.scope!r}) needs a positive block, or 0 for segments and columns, "
+                    f"and rotates segments only, got block={self.block} and rotation={self.rotation}"
                 )
         elif self.scope != "block":
             if self.block:
@@ -147,17 +153,24 @@ class Product:
       lhs, rhs: quantizers of the operands: both int8, or both floating.
       outlier_threshold: threshold in units of x. Features of x whose magnitude reaches it for any token are
         excluded from the quantized product and multiplied in 16 bits. 0 turns this off.
+      outlier_quantile: for operands in block formats: each row of lhs is clipped to its elements of this and
+        the opposite quantile, and the rest is multiplied in 16 bits. 0 turns this off.
 
     Raises:
       TypeError: an operand has no Quantizer.
       ValueError: one operand is int8 and the other fp8, one is in blocks and the other is not, their
-        rotations differ, or the threshold is negative
-        or NaN.
+        rotations differ, or the threshold or the quantile is out of its range.
     """
 
     lhs: Quantizer
     rhs: Quantizer
     outlier_threshold: float = 0.0
+    outlier_quantile: float = 0.0
+
+    @property
+    def has_outliers(self) -> bool:
+        """Whether a part of lhs is multiplied in 16 bits."""
+        return bool(self.outlier_threshold or self.outlier_quantile)
 
     @property
     def in_blocks(self) -> bool:
@@ -190,6 +203,12 @@ class Product:
                 f"Product's outlier_threshold must be at least 0, got {self.outlier_threshold}: "
                 "0 turns outliers off"
             )
+        quantile = self.outlier_quantile
+        if quantile and not (0.5 <= quantile < 1 and self.in_blocks and not self.outlier_threshold):
+            raise ValueError(
+                "Product's outlier_quantile is at least 0.5 and below 1, for block formats without an "
+                f"outlier_threshold, got {quantile}: 0 turns outliers off"
+            )
 
 
 @dataclass(frozen=True)
@@ -203,6 +222,9 @@ class Recipe:
       save_quantized: whether to save the quantized x and w for the backward pass instead of x and w; wgrad
         then reads the dequantized x. This saves memory and costs a little accuracy. If the backward pass of a
         prologue recomputes x, no form of x is saved, and wgrad reads x itself.
+      estimator: the power of the approximation of rounding whose derivative multiplies dw, see
+        `swjax.kernels.block_formats.reference.estimator`; 0 for none: the derivative of rounding counts as 1.
+        w must be quantized in columns.
 
     Raises:
       TypeError: a product is neither a Product nor None.
@@ -213,12 +235,19 @@ class Recipe:
     dgrad: Product | None = None
     wgrad: Product | None = None
     save_quantized: bool = False
+    estimator: float = 0.0
 
     def __post_init__(self) -> None:
         for name, product in {"fwd": self.fwd, "dgrad": self.dgrad, "wgrad": self.wgrad}.items():
             if product is not None and not isinstance(product, Product):
                 raise TypeError(f"Recipe's {name} must be a Product or None, got {product!r}")
         self._check_blocks()
+        columns = self.fwd is not None and self.fwd.rhs.scope == "column"
+        if self.estimator and not (self.estimator >= 1 and columns):
+            raise ValueError(
+                "Recipe(estimator=...) needs a power of at least 1 and a w with scope='column' in fwd, "
+                f"got {self.estimator}: 0 turns it off"
+            )
         if not self.save_quantized:
             return
         if self.fwd is None or self.dgrad is None:
@@ -360,6 +389,8 @@ def _rotating(product: Product, rotation: int) -> Product:
 
 _BLOCK128 = _segments("float8_e4m3fn", 128, "float32")
 _MXFP8 = _segments("float8_e4m3fn", 32, "float8_e8m0fnu")
+_FP4 = Quantizer("float4_e2m1fn", "segment")
+_FP4_WEIGHT = replace(_FP4, scope="column")
 _NVFP4 = _segments("float4_e2m1fn", 16, "float8_e4m3fn")
 _ROW_TENSOR = Product(_int8("row"), _int8("tensor"))
 _ROW_CHANNEL = Product(_int8("row"), _int8("channel"))
@@ -419,6 +450,14 @@ RECIPES: dict[str, Recipe] = {
         fwd=Product(_BLOCK128, replace(_BLOCK128, scope="square")),
         dgrad=Product(_BLOCK128, replace(_BLOCK128, scope="square")),
         wgrad=Product(_BLOCK128, _BLOCK128),
+    ),
+    # FP4 of arXiv 2501.17116: a scale per token and per output channel, outliers of x in 16 bits, an estimate
+    # of the derivative of rounding w. The backward products are fp8.
+    "fp4_dge": Recipe(
+        fwd=Product(_FP4, _FP4_WEIGHT, outlier_quantile=0.99),
+        dgrad=Product(Quantizer("float8_e5m2", "segment"), _FP4_WEIGHT),
+        wgrad=Product(_e4m3("tensor"), _e5m2("tensor")),
+        estimator=5.0,
     ),
     # MXFP8 of the Open Compute Project, e4m3 for every operand.
     "mxfp8": Recipe(

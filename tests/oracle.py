@@ -223,3 +223,28 @@ def nvfp4(x, w, g):
     y = nv(x) @ of_weight(w.T).T
     dx = nv(g, bits=random_bits(g, g.shape, 0)) @ of_weight(w).T
     return y, dx, of_tokens(x.T) @ of_tokens(g.T, stochastic=True).T
+
+
+def fp4(x, axis):
+    """e2m1 with one scale along an axis."""
+    scaled, scale = _scaled(x, axis, np.float32(6))
+    return scaled.astype(ml_dtypes.float4_e2m1fn).astype(np.float64) * scale
+
+
+def slope(w, power=5.0, most=3.0):
+    """The derivative of the smooth approximation of arXiv 2501.17116, Section 3.1, interval by interval."""
+    scaled, _ = _scaled(w, 0, np.float32(6))
+    below = np.searchsorted(E2M1, np.abs(scaled), side="right") - 1
+    delta = (E2M1[below + 1] - E2M1[below]).astype(np.float64)
+    with np.errstate(divide="ignore"):
+        root = np.abs(2 * (np.abs(scaled) - E2M1[below]) / delta - 1) ** (1 / power - 1)
+    return np.minimum(root / power, most)
+
+
+def fp4_dge(x, w, g, quantile=0.99):
+    ordered, k = np.sort(x, axis=1), x.shape[1]
+    low, high = ordered[:, [int((1 - quantile) * k)]], ordered[:, [int(quantile * k)]]
+    clipped = np.clip(x, low, high)
+    y = fp4(clipped, 1) @ fp4(w, 0) + wide(x - clipped) @ wide(w)
+    dx = fp8(g, 1, "e5m2") @ fp4(w, 0).T
+    return y, dx, fp8(x, None, "e4m3").T @ fp8(g, None, "e5m2") * slope(w)

@@ -37,7 +37,7 @@ FLOOR_DB |= dict.fromkeys(
     ),
     15,
 )
-FLOOR_DB["nvfp4"] = 6
+FLOOR_DB |= {"nvfp4": 6, "fp4_dge": 6}
 
 
 def draw(*shape, seed=0):

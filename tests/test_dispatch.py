@@ -465,7 +465,8 @@ def test_layers_fit_together_as_on_a_gpu(gpu, recipe, implementation):
     pytest.importorskip("jax_triton", reason="needs jax-triton, which is for Python 3.12")
     gpu()
     emulated = RECIPES[recipe].in_blocks
-    if (recipe, implementation) == ("standard", "triton") or (emulated and implementation):
+    without = emulated and recipe != "fp4_dge"  # whose weight gradient is fp8
+    if (recipe, implementation) == ("standard", "triton") or (without and implementation):
         with pytest.raises(ValueError, match="has none of the products of this layer"):
             swjax.switchback(X, array((256, 64)), recipe=recipe, implementation=implementation)
         return
@@ -489,7 +490,7 @@ def test_layers_fit_together_as_on_a_gpu(gpu, recipe, implementation):
     assert ("triton_kernel_call" in text) == (implementation != "mosaic_gpu")
     # Without a tuned table, Mosaic kernels that nobody names multiply quantized matrices, and compute the
     # weight gradients of gate and up.
-    mosaic = implementation != "triton" and not emulated
+    mosaic = implementation != "triton" and not without
     assert ("mpmd_map" in text) == mosaic  # the primitive of Pallas's kernels
 
 

@@ -179,6 +179,11 @@ OPERANDS = {
     ),
     # Values that include the scales of blocks.
     "fp8_block128": (int8(1, 1, dtypes=("float32", "float32")),) * 3,
+    "fp4_dge": (
+        int8(1, 1, dtypes=("float32", "float32")) + DOT,
+        int8(1, 1, dtypes=("float32", "float32")),
+        int8(1, 1, dtypes=(E4M3, E5M2)),
+    ),
     "mxfp8": (int8(1, 1, dtypes=("bfloat16", "bfloat16")),) * 3,
     "nvfp4": (int8(1, 1, dtypes=("bfloat16", "bfloat16")),) * 3,
 }

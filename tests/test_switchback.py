@@ -79,6 +79,7 @@ SNR_DB = {
     "fp8_static": (28, 24, 24),
     "fp8_hadamard": (28, 24, 24),
     "fp8_block128": (28, 28, 28),
+    "fp4_dge": (17, 17, 3),  # dw is that of an estimate of rounding
     "mxfp8": (28, 28, 28),
     "nvfp4": (17, 17, 17),
 }

@@ -21,6 +21,7 @@ from swjax.kernels.formats import (
     absolute_maximum,
     divide,
     round_to_fp8,
+    spacing_of,
     to_float32,
 )
 
@@ -197,6 +198,53 @@ def emulated(x: Blocks, axis: int, block: int, *, square: bool = False, dtype: s
     """
     values = x.values * _spread(x.scales, x.values.shape, axis, block, square)
     return QTensor(values.astype(dtype), x.scale)
+
+
+def estimator(w: jax.Array, dtype: str, power: float) -> jax.Array:
+    """The derivative of a smooth approximation of rounding the columns of a weight: a differentiable estimator.
+
+    With a column scaled to the largest value of `dtype`, and neighbours a <= |w| < a + d in `dtype`::
+
+        t = 2 (|w| - a) / d - 1        f(w) = a + d / 2 (1 + sign(t) |t| ** (1 / power))
+        df / dw = min(|t| ** (1 / power - 1) / power, 3)
+
+    f is the identity for power 1, and rounding for an infinite power.
+
+    Args:
+      w: [k, n] float16, bfloat16 or float32.
+      dtype: see `quantize_blocks`.
+      power: at least 1.
+
+    Returns:
+      float32 [k, n], the factor of the gradient of the rounded weight.
+
+    >>> estimator(jnp.array([[6.0], [2.0], [2.4]]), "float4_e2m1fn", 5.0).round(2).tolist()
+    [[0.20000000298023224], [0.20000000298023224], [0.7200000286102295]]
+
+    References:
+      Wang et al., "Optimizing large language model training using FP4 quantization", 2025,
+      https://arxiv.org/abs/2501.17116
+    """
+    maxima = jnp.maximum(absolute_maximum(w, (0,)), SMALLEST_ABSMAX)
+    scaled = to_float32(w) * divide(ELEMENTS[dtype], maxima)
+    steps = jnp.abs(scaled) / spacing_of(scaled, dtype)
+    t = jnp.abs(2 * (steps - jnp.floor(steps)) - 1)
+    return jnp.minimum(t ** (1 / power - 1) / power, 3)
+
+
+def clamped(x: jax.Array, quantile: float) -> jax.Array:
+    """Clips each row to two of its elements, those of the ranks (1 - quantile) n and quantile n of n.
+
+    Args:
+      x: [..., n].
+      quantile: in [0.5, 1).
+
+    >>> clamped(jnp.array([[5.0, -9.0, 2.0, 1.0]]), 0.75).tolist()
+    [[5.0, 1.0, 2.0, 1.0]]
+    """
+    ordered, n = jnp.sort(x, axis=-1), x.shape[-1]
+    low, high = (ordered[..., rank : rank + 1] for rank in (int((1 - quantile) * n), int(quantile * n)))
+    return jnp.clip(x, low, high)
 
 
 def _split(x: jax.Array, axis: int, block: int) -> jax.Array:

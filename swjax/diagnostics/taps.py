@@ -20,6 +20,7 @@ from swjax.diagnostics.values import magnitudes
 from swjax.kernels import reference
 from swjax.kernels.block_formats.reference import (
     ELEMENTS,
+    clamped,
     emulated,
     quantize_blocks,
     random_bits,
@@ -192,36 +193,33 @@ def _summary(sums: jax.Array) -> dict[str, jax.Array]:
 
 
 def operand_sums(
-    x: jax.Array, axes: tuple[int, ...], dtype: str, kept: jax.Array | None = None
+    x: jax.Array, axes: tuple[int, ...], dtype: str, inside: jax.Array | None = None
 ) -> jax.Array:
     """The sums of one operand, see `Tap`.
 
     Args:
       x: the operand.
       axes, dtype: see `swjax.quantize`.
-      kept: bool, broadcast to x: elements that are excluded from quantization. None excludes none.
+      inside: x without its outliers, which are not quantized. None: there are none.
 
     Returns:
       [9] float32.
     """
-    given = x.astype(jnp.float32)
-    exact = given if kept is None else jnp.where(kept, 0.0, given)
+    exact = (x if inside is None else inside).astype(jnp.float32)
     q = reference.quantize(exact, axes, dtype)
-    rounded = reference.dequantize(q)
-    return _counts_and_squares(given, exact, q.values, rounded, reference.LARGEST[dtype])
+    return _counts_and_squares(x, exact, q.values, reference.dequantize(q), reference.LARGEST[dtype])
 
 
-def _block_sums(quantizer: Quantizer, x: jax.Array, axis: int, kept: jax.Array | None) -> jax.Array:
+def _block_sums(quantizer: Quantizer, x: jax.Array, axis: int, inside: jax.Array) -> jax.Array:
     """`operand_sums` of an operand in a block format, of which one axis is contracted."""
-    given = x.astype(jnp.float32)
-    exact = given if kept is None else jnp.where(kept, 0.0, given)
+    exact, block = inside.astype(jnp.float32), quantizer.block or max(x.shape[axis], 1)
     spread: dict[str, Any] = {"square": quantizer.scope == "square"}
     options: dict[str, Any] = {"dtype": quantizer.dtype, "scale": quantizer.scale} | spread
     bits = random_bits(exact, exact.shape, stream=axis + 1) if quantizer.stochastic else None
-    blocks = quantize_blocks(exact, axis, block=quantizer.block, bits=bits, **options)
-    q = emulated(blocks, axis, quantizer.block, dtype="float32", **spread)
+    blocks = quantize_blocks(exact, axis, block=block, bits=bits, **options)
+    q = emulated(blocks, axis, block, dtype="float32", **spread)
     largest = ELEMENTS[quantizer.dtype]
-    return _counts_and_squares(given, exact, blocks.values, reference.dequantize(q), largest)
+    return _counts_and_squares(x, exact, blocks.values, reference.dequantize(q), largest)
 
 
 def _counts_and_squares(given, exact, values, rounded, largest: float) -> jax.Array:
@@ -229,7 +227,8 @@ def _counts_and_squares(given, exact, values, rounded, largest: float) -> jax.Ar
     magnitude, nonzero = jnp.abs(values.astype(jnp.float32)), exact != 0
     kinds = (nonzero, nonzero & (magnitude == 0), magnitude >= largest)
     counts = jnp.stack([jnp.sum(kind, dtype=jnp.float32) for kind in kinds])
-    return jnp.concatenate([counts, sums_of_squares(given), sums_of_squares(exact - rounded)])
+    signal = sums_of_squares(given.astype(jnp.float32))
+    return jnp.concatenate([counts, signal, sums_of_squares(exact - rounded)])
 
 
 # Ranges of an array's largest magnitude, with separate sums of squares: below 2**-42, up to 2**42, and above.
@@ -305,9 +304,9 @@ def _report_product(y, x, w, tap, recipe: Recipe, layout: Layout | None):
     sharding, g_shape = sharding_of_layer(x, w, layout), (*x.shape[:-1], w.shape[-1])
     x, w = jax.lax.stop_gradient((x, w))
     x_quantizer, w_quantizer = (fwd.lhs, fwd.rhs) if fwd else (None, None)
-    seen = [_sums(x_quantizer, x, (-1,), _outliers(fwd, x)), _sums(w_quantizer, w, (0,))]
+    seen = [_sums(x_quantizer, x, (-1,), _inside(fwd, x)), _sums(w_quantizer, w, (0,))]
     if wgrad is not None:
-        seen.append(_sums_of_tokens(wgrad.lhs, x, sharding, sharding.x, _outliers(wgrad, x)))
+        seen.append(_sums_of_tokens(wgrad.lhs, x, sharding, sharding.x, _inside(wgrad, x)))
 
     def of_gradient(seen, g):
         g = g.reshape(g_shape)
@@ -319,51 +318,55 @@ def _report_product(y, x, w, tap, recipe: Recipe, layout: Layout | None):
     return report(of_gradient, y, tap, jnp.stack(seen))
 
 
-def _sums(quantizer: Quantizer | None, x, axes: tuple[int, ...], kept=None) -> jax.Array:
+def _sums(
+    quantizer: Quantizer | None, x: jax.Array, axes: tuple[int, ...], inside: Any = None
+) -> jax.Array:
     """`operand_sums` of an operand of a product that sums over `axes`; zeros if it is not quantized."""
     if quantizer is None:
         return jnp.zeros(3 + 2 * _RANGES, jnp.float32)
     spanned = tuple(range(x.ndim)) if quantizer.scope == "tensor" else axes
+    inside = x if inside is None else inside
     if quantizer.scope != "block":
         rotation = math.gcd(x.shape[axes[0]], quantizer.rotation)
-        x = rotate_features(x, rotation, axes[0])
+        x, inside = (rotate_features(a, rotation, axes[0]) for a in (x, inside))
     if quantizer.in_blocks:
-        return _block_sums(quantizer, x, axes[0], kept)
+        return _block_sums(quantizer, x, axes[0], inside)
     if quantizer.is_static:
-        given = x.astype(jnp.float32)
         q = reference.quantize_static(x, quantizer.static_scale(x.shape), quantizer.dtype)
-        largest = reference.LARGEST[quantizer.dtype]
+        given, largest = x.astype(jnp.float32), reference.LARGEST[quantizer.dtype]
         return _counts_and_squares(given, given, q.values, reference.dequantize(q), largest)
-    return operand_sums(x, spanned, quantizer.dtype, kept)
+    return operand_sums(x, spanned, quantizer.dtype, inside)
 
 
 def _sums_of_tokens(
-    quantizer: Quantizer, x, sharding: Sharding, spec: Spec, kept=None
+    quantizer: Quantizer, x: jax.Array, sharding: Sharding, spec: Spec, inside: Any = None
 ) -> jax.Array:
     """`_sums` of an operand [*tokens, n] of the weight gradient, with the sharding `spec`.
 
     Like the weight gradient, each device forms blocks of its own tokens.
     """
     if not (quantizer.scope == "block" or quantizer.in_blocks):
-        return _sums(quantizer, x, tuple(range(x.ndim - 1)), kept)
+        return _sums(quantizer, x, tuple(range(x.ndim - 1)), inside)
 
     def step(x):
         if quantizer.in_blocks:
             x = rotated_tokens(as_rows(x), quantizer.rotation)
-            return sharding.sum(_block_sums(quantizer, x, 0, kept), *spec)
+            return sharding.sum(_block_sums(quantizer, x, 0, x), *spec)
         blocks = rotated_blocks(as_rows(x), quantizer.block, quantizer.rotation)
         return sharding.sum(operand_sums(blocks, (1,), quantizer.dtype), *spec)
 
     return sharding.map_shards(step, (x,), (spec,), Spec(((),)))
 
 
-def _outliers(product: Product | None, x) -> jax.Array | None:
-    """The features of x [*tokens, k] that are excluded from quantization, or None."""
-    if product is None or not product.outlier_threshold:
-        return None
+def _inside(product: Product | None, x: jax.Array) -> jax.Array:
+    """x [*tokens, k] without its outliers: what is quantized of it."""
+    if product is None or not product.has_outliers:
+        return x
+    if product.outlier_quantile:
+        return clamped(x, product.outlier_quantile)
     # The same comparison as in `swjax.linear.layer.split_outliers`.
     features = reference.absolute_maximum(x, tuple(range(x.ndim - 1)))
-    return ~(features < product.outlier_threshold)
+    return jnp.where(features < product.outlier_threshold, x, jnp.zeros((), x.dtype))
 
 
 def _call_linear(self, call: Callable, inputs, *args, prologue=None, **kwargs):

@@ -328,7 +328,7 @@ def _recipe(value):
         return {pattern: _recipe(recipe) for pattern, recipe in value}
     products = {
         name: Product(
-            Quantizer(**product["lhs"]), Quantizer(**product["rhs"]), product["outlier_threshold"]
+            **product | {side: Quantizer(**product[side]) for side in ("lhs", "rhs")},
         )
         for name, product in value.items()
         if isinstance(product, dict)

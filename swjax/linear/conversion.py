@@ -144,7 +144,7 @@ def _operands(product: Product | None) -> str:
         return "not quantized"
     lhs, rhs = product.lhs, product.rhs
     described = f"{lhs.dtype} {lhs.scope} x {rhs.dtype} {rhs.scope}"
-    if product.in_blocks:
+    if lhs.block and product.in_blocks:
         described += f" (blocks of {lhs.block}, scales {lhs.scale})"
     if lhs.scope != "block" and lhs.rotation > 1:
         described += f" (rotation {lhs.rotation})"
@@ -152,6 +152,8 @@ def _operands(product: Product | None) -> str:
         described += f" ({lhs.block} tokens, rotation {lhs.rotation})"
     if product.outlier_threshold:
         described += f" (features from {product.outlier_threshold:g} not quantized)"
+    if product.outlier_quantile:
+        described += f" (beyond the quantile {product.outlier_quantile:g} not quantized)"
     return described
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from swjax.kernels import dispatch, reference, targets
-from swjax.kernels.block_formats.reference import emulated, quantize_blocks, random_bits
+from swjax.kernels.block_formats.reference import clamped, emulated, quantize_blocks, random_bits
 from swjax.kernels.reference import QTensor
 from swjax.linear.layouts import Spec, as_matrix, quantized_specs, specs_of
 from swjax.linear.sharding import Sharding
@@ -203,6 +203,7 @@ def quantize_in_blocks(
     Each device forms blocks of its own elements. To rotate tokens, zeros fill the last group of a device, for
     both operands of the weight gradient alike. The elements of a device seed its stochastic rounding.
     """
+    axis = 0 if quantizer.scope == "column" else axis
     sharding, whole = layer.sharding, as_matrix(spec, False) if axis == 0 else spec
     rotation = quantizer.rotation
 
@@ -233,7 +234,7 @@ def _in_blocks(
     axis: int,
     quantizer: Quantizer,
 ) -> QTensor:
-    block, square = quantizer.block, quantizer.scope == "square"
+    block, square = quantizer.block or max(x.shape[axis], 1), quantizer.scope == "square"
     blocks = quantize_blocks(
         x,
         axis,
@@ -305,15 +306,22 @@ def quantize_gradient(g: jax.Array, dtype: str, layer: Layer) -> tuple[QTensor, 
 
 
 def split_outliers(
-    x: jax.Array, threshold: float, spec: Spec, layer: Layer
+    x: jax.Array, product: Product, spec: Spec, layer: Layer
 ) -> tuple[jax.Array, jax.Array]:
-    """Splits x into a sum of two: features below `threshold` for every token, and the other features."""
+    """Splits x into a sum of two, of which the first is quantized.
+
+    With a threshold, that are features below it for every token, and the other features; with a quantile, the
+    clipped rows of a device, and the rest of each element.
+    """
     sharding = layer.sharding
 
     def step(x):
+        if product.outlier_quantile:
+            inside = clamped(x, product.outlier_quantile)
+            return inside, x - inside
         features = reference.absolute_maximum(x, tuple(range(x.ndim - 1)))
         # NaN counts as an outlier, on every platform.
-        outlier = ~(sharding.maximum(features, *sharding.tokens) < threshold)
+        outlier = ~(sharding.maximum(features, *sharding.tokens) < product.outlier_threshold)
         zero = jnp.zeros((), x.dtype)
         return jnp.where(outlier, zero, x), jnp.where(outlier, x, zero)
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from swjax.kernels import dispatch, reference
+from swjax.kernels.block_formats.reference import estimator
 from swjax.kernels.formats import INVERSE, SMALLEST_ABSMAX
 from swjax.kernels.reference import QTensor
 from swjax.linear.layer import (
@@ -79,7 +80,7 @@ def input_gradients(
     products, or if n is sharded, so that one all-reduce suffices.
     """
     first, dgrad = layers[0], layers[0].recipe.dgrad
-    outliers = dgrad is not None and dgrad.outlier_threshold
+    outliers = dgrad is not None and dgrad.has_outliers
     kinds = {(layer.sharding, layer.recipe, layer.rotated_weight) for layer in layers}
     alike = len(kinds) == 1
     if not outliers and alike:
@@ -186,6 +187,19 @@ def _multiply_weight_gradients(
     return sharding.map_shards(step, (x, gs, present), specs, sharding.w)
 
 
+def estimated(dw: jax.Array | None, w: Operand, layer: Layer) -> jax.Array | None:
+    """dw times the estimated derivative of rounding w, if the recipe has an estimator."""
+    power, fwd, spec = layer.recipe.estimator, layer.recipe.fwd, layer.sharding.w
+    if dw is None or not power or fwd is None:
+        return dw
+
+    def step(dw, w):
+        slope = estimator(w, fwd.rhs.dtype, power)
+        return (dw.astype("float32") * slope).astype(dw.dtype)
+
+    return layer.sharding.map_shards(step, (dw, w.array), (spec, spec), spec)
+
+
 def _with_outliers(
     multiply: Callable[..., tuple[jax.Array, ...]],
     product: Product | None,
@@ -199,10 +213,10 @@ def _with_outliers(
     With outliers it is the sum of two: a quantized product without the outliers, and an exact product of the
     outliers (its `product` is None).
     """
-    if product is None or not product.outlier_threshold:
+    if product is None or not product.has_outliers:
         return multiply(product, a, out_dtype)
     whole = as_array(a, layer.dtype)
-    rest, outliers = split_outliers(whole, product.outlier_threshold, spec, layer)
+    rest, outliers = split_outliers(whole, product, spec, layer)
     terms = (
         multiply(product, Operand(rest), "float32"),
         multiply(None, Operand(outliers), "float32"),

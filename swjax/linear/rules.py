@@ -37,6 +37,7 @@ from swjax.linear.layouts import Spec
 from swjax.linear.products import (
     Layers,
     RowScales,
+    estimated,
     input_gradients,
     output,
     read_gradient,
@@ -201,6 +202,7 @@ def backward(
         x = Operand(recomputed) if recompute else x
     scales = RowScales(x_scale, tuple(g.quantized.scale if g.quantized else None for g in gs))
     dws = weight_gradients(x, tuple(Operand(g.array) for g in gs), layers, scales)
+    dws = tuple(map(estimated, dws, ws, layers))
     return LayerArrays(dx, dws, dbiases, dprologue)
 
 
