@@ -160,10 +160,12 @@ def fp8_block128(x, w, g):
     return _in_three_products(x, w, g, of_rows, of_weight, of_rows)
 
 
-def mx(block):
+def mx(block, fmt="e4m3"):
+    dtype, largest = FP8[fmt]
     absmax = max(np.abs(block).max(), 2.0**-92)
-    scale = np.float32(2.0 ** (np.floor(np.log2(absmax)) - 8))
-    values = np.clip(block / scale, -448, 448).astype(FP8["e4m3"][0])
+    exponent = np.floor(np.log2(absmax)) - np.floor(np.log2(largest))
+    scale = np.float32(2.0**exponent)
+    values = np.clip(block / scale, -largest, largest).astype(dtype)
     return values.astype(np.float64) * scale
 
 

@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import oracle
 import pytest
+from numeric import floor_db, snr_db
 
 import swjax
 from swjax.kernels.block_formats.reference import emulated, quantize_blocks
@@ -92,6 +93,24 @@ def test_mx_scales_of_jax_are_rounded_up():
     np.testing.assert_array_equal(
         np.asarray(theirs, np.float32)[0][same], np.asarray(ours.values)[same]
     )
+
+
+def test_mxfp8_with_gradients_in_e5m2():
+    """The recipe of docs/recipes.md."""
+    x, g = (
+        Quantizer(f"float8_{k}", "segment", 32, scale="float8_e8m0fnu") for k in ("e4m3fn", "e5m2")
+    )
+    recipe = Recipe(fwd=Product(x, x), dgrad=Product(g, x), wgrad=Product(x, g))
+    rng = np.random.default_rng(0)
+    x, w, g = (rng.normal(size=s).astype(np.float32) for s in ((40, 48), (48, 24), (40, 24)))
+    layer = jax.jit(lambda x, w, g: jax.vjp(partial(swjax.switchback, recipe=recipe), x, w)[1](g))
+    of_x, of_g = (
+        lambda a, fmt=fmt: oracle.in_blocks(a, partial(oracle.mx, fmt=fmt), 32)
+        for fmt in ("e4m3", "e5m2")
+    )
+    dx, dw = layer(x, w, g)
+    assert snr_db(dx, of_g(g) @ of_x(w).T) > floor_db("float32", 24)
+    assert snr_db(dw, of_x(x.T) @ of_g(g.T).T) > floor_db("float32", 40)
 
 
 @pytest.mark.parametrize("square", [False, True])

@@ -201,7 +201,7 @@ def emulated(x: Blocks, axis: int, block: int, *, square: bool = False, dtype: s
 
 
 def estimator(w: jax.Array, dtype: str, power: float) -> jax.Array:
-    """The derivative of a smooth approximation of rounding the columns of a weight: a differentiable estimator.
+    """The derivative of a smooth approximation of rounding the columns of a weight.
 
     With a column scaled to the largest value of `dtype`, and neighbours a <= |w| < a + d in `dtype`::
 
@@ -243,7 +243,9 @@ def clamped(x: jax.Array, quantile: float) -> jax.Array:
     [[5.0, 1.0, 2.0, 1.0]]
     """
     ordered, n = jnp.sort(x, axis=-1), x.shape[-1]
-    low, high = (ordered[..., rank : rank + 1] for rank in (int((1 - quantile) * n), int(quantile * n)))
+    low, high = (
+        ordered[..., rank : rank + 1] for rank in (int((1 - quantile) * n), int(quantile * n))
+    )
     return jnp.clip(x, low, high)
 
 

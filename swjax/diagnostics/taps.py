@@ -207,7 +207,9 @@ def operand_sums(
     """
     exact = (x if inside is None else inside).astype(jnp.float32)
     q = reference.quantize(exact, axes, dtype)
-    return _counts_and_squares(x, exact, q.values, reference.dequantize(q), reference.LARGEST[dtype])
+    return _counts_and_squares(
+        x, exact, q.values, reference.dequantize(q), reference.LARGEST[dtype]
+    )
 
 
 def _block_sums(quantizer: Quantizer, x: jax.Array, axis: int, inside: jax.Array) -> jax.Array:
