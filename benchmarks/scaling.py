@@ -76,7 +76,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--reduce_dtypes",
         nargs="+",
         default=["float32"],
-        choices=["float32", "bfloat16"],
+        choices=["float32", "bfloat16", "int8", "float8_e4m3fn"],
         help="dtypes in which devices all-reduce the gradients of kernels",
     )
     text = "1: all-reduces the gradients of all layers at once, after the backward pass"

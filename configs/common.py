@@ -148,7 +148,7 @@ KEYS: dict[str, tuple] = {
     "train.accumulation": (1, "[1, 65536]", "micro-batches a step; the loss still contrasts the whole batch"),
     "train.loss": ("softmax", ("", "softmax", "sigmoid"),
         "softmax: CLIP; sigmoid: SigLIP; '': sigmoid if the weights have a logit bias"),
-    "train.reduce_dtype": ("float32", ("float32", "bfloat16"),
+    "train.reduce_dtype": ("float32", ("float32", "bfloat16", "int8", "float8_e4m3fn"),
         "dtype in which devices all-reduce the gradients of the blocks' kernels"),
     "train.reduce_once": (True, None,
         "whether replicated gradients are all-reduced at once after the backward pass, or, if False, "

@@ -50,7 +50,7 @@ OPERATIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "ragged_weight_gradient": ("mosaic_gpu", "triton"),
         "ragged_block_weight_gradient": ("mosaic_gpu", "triton"),
     },
-    "symmetric": {"symmetric_product": ("triton", "mosaic_gpu")},
+    "symmetric": {"symmetric_product": ("mosaic_gpu", "triton")},
     "norms": {
         "layer_norm": ("triton",),
         "layer_norm_backward": ("triton",),

@@ -36,6 +36,7 @@ import swjax
 import swjax.losses
 import swjax.nnx
 from swjax import Layout
+from swjax.linear import gradient_sums
 from swjax.optax import path_name
 from swjax.optax.newton_schulz import orthogonalize, orthogonalize_all
 from swjax.recipes import RECIPES
@@ -125,6 +126,54 @@ def test_collectives_that_sum_gradients_in_16_bits(case, sums, kind):
     compare(got, one_device("switchback"), "bfloat16", exact=(0, 1))
     dw, exact = np.asarray(got[2]), np.asarray(one_device("switchback")[2])
     assert 1e-4 < np.linalg.norm(dw - exact) / np.linalg.norm(exact) < 1e-2  # bfloat16's precision
+
+
+@pytest.mark.parametrize("kind", ["auto", release("explicit")])
+@pytest.mark.parametrize(
+    "case, dtype",
+    [
+        ("hybrid", "int8"),
+        ("fsdp_columns", "float8_e4m3fn"),
+        release("data", "int8"),
+        release("fsdp_rows", "int8"),
+    ],
+)
+def test_collectives_that_sum_gradients_in_8_bits(case, dtype, kind):
+    """Each device sends its gradient once. Whatever is as large as a shard of it is sent in 8 bits."""
+    mesh, layout, args, g = sharded(case, kind)
+    layer = partial(swjax.switchback, layout=replace(layout, reduce_dtype=dtype))
+    with jax.set_mesh(mesh):
+        program = compiled(partial(gradients, layer), args, g)
+        got, found = program(args, g), collectives(program)
+    data, fsdp, _ = CASES[case][0]
+    sent = sum(np.prod(shape) for op, type_, shape in found if (op, type_) == ("all-to-all", "s8"))
+    assert sent == K * N * (fsdp > 1) + K * N // fsdp * (data > 1)
+    assert {type_ for _, type_, shape in found if np.prod(shape) >= K * N // 8} == {"s8"}
+    compare(got[:2], one_device("switchback")[:2], exact=(0, 1))
+    dw, exact = np.asarray(got[2]), np.asarray(one_device("switchback")[2])
+    error = np.linalg.norm(dw - exact) / np.linalg.norm(exact)
+    assert 1e-3 < error < {"int8": 0.015, "float8_e4m3fn": 0.04}[dtype]
+
+
+def test_sums_in_8_bits_of_devices_whose_gradients_differ_in_size():
+    """No sum overflows or rounds to the step of the largest device's gradient, and a NaN is not lost."""
+    mesh, rng = make_mesh((8, 1, 1)), np.random.default_rng(0)
+    x = rng.standard_normal((8, 30, 64)).astype("float32")  # 30 rows, which 8 devices do not divide
+    x *= 10.0 ** np.arange(-4, 4)[:, None, None]
+    x[:, 7] = 3e37
+    x[2, 9, 3] = np.nan
+
+    def run(x):
+        return gradient_sums.all_reduce(x[0], ("data",), "int8")[None]
+
+    spec = P("data")
+    sums = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+    got, want = np.asarray(sums(x)), x.astype("float64").sum(0)
+    assert (got == got[:1])[:, np.arange(30) != 9].all() and np.isnan(got[:, 9, 3]).all()
+    finite = np.arange(30) != 9
+    np.testing.assert_allclose(got[0, 7], want[7], rtol=1e-6)
+    error = np.abs(got[0] - want)[finite].max(1) / np.abs(want)[finite].max(1)
+    assert error.max() < 0.009  # one step of 127, of the largest device and of the sum
 
 
 @pytest.mark.parametrize("name", ["switchback", *map(release, ("switchback_m", *MORE_RECIPES))])

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,18 @@ PIECE = LINE // 2  # rows and columns that are written at a time
 CLUSTER = (
     2  # its blocks compute tiles above each other, TILE_N rows, and load their columns of b once
 )
+
+
+class Sums(NamedTuple):
+    """The sums of one half of a tile, and the factors of `reference.symmetric_product`.
+
+    The factors are read before the sums, which hides their latency.
+    """
+
+    sums: jax.Array
+    product: jax.Array
+    added: jax.Array
+    identity: jax.Array
 
 
 @dataclass(frozen=True)
@@ -106,36 +118,42 @@ class SymmetricWork:
         else:
             plgpu.wgmma(sums, a.at[slot, rows], b.at[slot].T)
 
-    def total(self, unit: jax.Array, half: jax.Array, sum_steps: SumSteps) -> jax.Array:
+    def total(self, unit: jax.Array, half: jax.Array, sum_steps: SumSteps) -> Sums:
         matrix, row, column = self.corner(unit)
+        factors = [self.factors[matrix, i] for i in range(3)]
 
         def load_addend():
             tile = self.addend.at[matrix, pl.ds(row + half * HALF, HALF), pl.ds(column, TILE_N)]
             pipeline.load_tile(tile, self.scratch.out.at[half], self.scratch.addend.at[half])
 
-        return sum_steps(0, self.span(unit)[1], load_addend if self.has_addend else None)
+        sums = sum_steps(0, self.span(unit)[1], load_addend if self.has_addend else None)
+        return Sums(sums, *factors)
 
     @property
     def has_addend(self) -> bool:
         return len(self.addend.shape) == 3
 
-    def store(self, unit: jax.Array, sums: jax.Array, half: jax.Array) -> None:
+    def store(self, unit: jax.Array, total: Sums, half: jax.Array) -> None:
         """Writes the pieces on and below the diagonal, and their transposes."""
         matrix, row, column = self.corner(unit)
         row += half * HALF
         if self.has_addend:
             plgpu.barrier_wait(self.scratch.addend.at[half])
+        buffers = [self.scratch.out.at[half, i] for i in range(self.scratch.out.shape[1])]
         for number in range(TILE_N // PIECE):
-            at = column + number * PIECE
-            piece = sums[:, number * PIECE : (number + 1) * PIECE]
-            buffer = self.scratch.out.at[half, number if self.has_addend else 0]
-            write = partial(self.write, piece, buffer, self.scratch.mirrored.at[half])
+            at, columns = column + number * PIECE, slice(number * PIECE, (number + 1) * PIECE)
+            piece = total._replace(sums=total.sums[:, columns])
+            # The transpose is written from the buffer of the piece before, if there are several.
+            buffer, mirrored = buffers[number % len(buffers)], self.scratch.mirrored.at[half]
+            if number and self.has_addend:
+                mirrored = buffers[number - 1]
+            write = partial(self.write, piece, buffer, mirrored)
             pl.when(at < row)(partial(write, (matrix, row, at), on_diagonal=False))
             pl.when(at == row)(partial(write, (matrix, row, at), on_diagonal=True))
 
     def write(
         self,
-        sums: jax.Array,
+        piece: Sums,
         buffer: Ref,
         mirrored: Ref,
         place: tuple[jax.Array, jax.Array, jax.Array],
@@ -145,7 +163,7 @@ class SymmetricWork:
         """Writes a piece and its transpose. On the diagonal they are one piece.
 
         Args:
-          sums: [HALF, PIECE] float32.
+          piece: its sums are [HALF, PIECE].
           buffer: of the piece; it holds that of the addend.
           mirrored: the buffer of the transpose.
           place: the matrix, and the piece's first row and column.
@@ -153,12 +171,14 @@ class SymmetricWork:
         """
         matrix, row, column = place
         rows, columns = pl.ds(row, HALF), pl.ds(column, PIECE)
-        y = sums * self.factors[matrix, 0]
+        # Copies of pieces and transposes take turns. All but these last ones have read their buffers.
+        under_way = 2 if self.has_addend else 1
+        y = piece.sums * piece.product
         if self.has_addend:
-            y = y + self.factors[matrix, 1] * buffer[...].astype(jnp.float32)
+            y = y + piece.added * buffer[...].astype(jnp.float32)
         if on_diagonal:
             i, j = (pipeline.iota(y.shape, axis) for axis in range(2))
-            y = (y + jnp.where(i == j, self.factors[matrix, 2], 0.0)).astype(buffer.dtype)
+            y = (y + jnp.where(i == j, piece.identity, 0.0)).astype(buffer.dtype)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             mirrored.T[...] = y
             plgpu.commit_smem()
@@ -166,12 +186,12 @@ class SymmetricWork:
             plgpu.commit_smem()
         else:
             y = y.astype(buffer.dtype)
-            # Pieces and transposes take turns, so all copies but the last one have read their buffer.
-            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+            if not self.has_addend:
+                plgpu.wait_smem_to_gmem(under_way, wait_read_only=True)
             buffer[...] = y
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(buffer, self.out.at[matrix, rows, columns])
-            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+            plgpu.wait_smem_to_gmem(under_way, wait_read_only=True)
         mirrored.T[...] = y
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(mirrored, self.out.at[matrix, columns, rows])
@@ -187,7 +207,7 @@ def symmetric_product(
     multiprocessors: int | None = None,
     interpret: Any = None,
 ) -> jax.Array:
-    """`reference.symmetric_product` for 16-bit operands, with m and k multiples of 8, and m above 64.
+    """`reference.symmetric_product` for 16-bit operands, for m above 64; see `why_not`.
 
     Args:
       a, b, addend, factors, contract: see `reference.symmetric_product`.
@@ -239,7 +259,8 @@ def why_not(a: jax.Array, *_: Any, contract: int = -1, **__: Any) -> Unavailable
     # Mosaic drops dimensions of size 1 from a copy, with their index: a single piece would be overwritten.
     if m <= PIECE:
         return Unavailable(f"needs m above {PIECE}, got {m}: use 'triton'")
-    return pipeline.why_not_multiples({"m": (m, 8), "k": (k, 8)}, remedy="triton")
+    lengths = {"m": (m, PIECE), "k": (k, STEP if contract == -1 else 8)}
+    return pipeline.why_not_multiples(lengths, remedy="triton")
 
 
 WHY_NOT = {"symmetric_product": why_not}

@@ -21,6 +21,7 @@ class Spec(tuple[Axes, ...]):
 # A tree of arrays with a `Spec` in place of each array.
 SpecTree: TypeAlias = Any
 
+REDUCE_DTYPES = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn")
 TOKENS = P(("data", "fsdp"))  # the sharding of the batch in swjax's trainer
 
 
@@ -36,9 +37,10 @@ class Layout:
       w: PartitionSpec of the stored weight [k, n].
       tokens: PartitionSpec of the leading dimensions of x [..., k]; entries beyond these are ignored, so that
         one layout fits [b, t, k] and [b, k].
-      reduce_dtype: dtype in which devices all-reduce or reduce-scatter the gradient of w: "float32", or
-        "bfloat16" or "float16" for half of the bytes; None uses the dtype of w. It applies on every mesh, but
-        not inside a user's `jax.shard_map`, where JAX sums the gradient.
+      reduce_dtype: dtype in which devices all-reduce or reduce-scatter the gradient of w: "float32",
+        "bfloat16" or "float16" for half of the bytes, or "int8" or "float8_e4m3fn" for a quarter, with a
+        scale for each row and sums in float32; None uses the dtype of w. It applies on every mesh, but not
+        inside a user's `jax.shard_map`, where JAX sums the gradient.
       reduce_later: whether devices with the same shard of w keep the gradient of their own tokens. Use it for
         stacks of layers, whose gradients `swjax.nnx.split_stack` or `swjax.linear.sharding.reduced`
         all-reduces at once.
@@ -67,9 +69,10 @@ class Layout:
                 f"Layout's w must have the entries of one weight [k, n], got {self.w}: "
                 "leave out the axes of a stack"
             )
-        if self.reduce_dtype not in (None, "float32", "bfloat16", "float16"):
+        if self.reduce_dtype not in (None, *REDUCE_DTYPES):
             raise ValueError(
-                f"reduce_dtype must be 'float32', 'bfloat16', 'float16' or None, got {self.reduce_dtype!r}"
+                f"Layout's reduce_dtype must be None or one of {', '.join(REDUCE_DTYPES)}, got "
+                f"{self.reduce_dtype!r}"
             )
 
 

@@ -18,6 +18,7 @@ from swjax.kernels import dispatch, reference
 from swjax.kernels.block_formats.reference import estimator
 from swjax.kernels.formats import INVERSE, SMALLEST_ABSMAX
 from swjax.kernels.reference import QTensor
+from swjax.linear.gradient_sums import EIGHT_BITS
 from swjax.linear.layer import (
     Layer,
     Operand,
@@ -176,10 +177,13 @@ def _multiply_weight_gradients(
     lhs, rhs = (product.lhs, product.rhs) if product and not block_product else (None, None)
     x = read(lhs, x, sharding.x, 0, layer)
     gs = tuple(read(rhs, g, sharding.y, 0, layer) for g in gs)
-    reduce_dtype = sharding.reduce_dtype if sharding.sharded_axes(sharding.token_axes) else None
+    dtype = out_dtype
+    if sharding.sharded_axes(sharding.token_axes) and sharding.reduce_dtype:
+        in_8_bits = sharding.reduce_dtype in EIGHT_BITS  # quantized from 16 bits
+        dtype = "bfloat16" if in_8_bits else sharding.reduce_dtype
 
     def step(x, gs, present):
-        dws = _sums_over_tokens(x, gs, present, block_product, layer, reduce_dtype or out_dtype)
+        dws = _sums_over_tokens(x, gs, present, block_product, layer, dtype)
         return tuple(sharding.scatter_sum(dw).astype(out_dtype) for dw in dws)
 
     g_specs = tuple(specs_of_operand(g, sharding.y) for g in gs)

@@ -35,6 +35,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
+from swjax.linear import gradient_sums
 from swjax.linear.layouts import (
     Axes,
     Layout,
@@ -182,8 +183,14 @@ class Sharding:
             return dw
         for axis, axes in enumerate(self._gathered(self.w)):
             if axes:
-                dw = _scatter_sum(dw, axes, axis)
-        return dw if self.reduce_later else self.sum(dw, self.sharing)
+                dw = gradient_sums.reduce_scatter(dw, axes, axis, self.reduce_dtype)
+        return dw if self.reduce_later else self.sum_shared(dw)
+
+    def sum_shared(self, dw: jax.Array) -> jax.Array:
+        """Sums dw over the devices that have the same shard of w, in `reduce_dtype`."""
+        if not self.sharing:
+            return dw
+        return gradient_sums.all_reduce(dw, self.sharing, self.reduce_dtype)
 
     @property
     def sharing(self) -> Axes:
@@ -198,30 +205,18 @@ class Sharding:
 
 # --- collectives of one array --------------------------------------------------------------------------
 
-# XLA for GPUs gathers and scatters along the outermost dimension in memory. Along another dimension, and for
-# kernels that read rows, it transposes operand and result element by element. The functions below copy whole
-# segments of rows instead. XLA handles 16-bit operands well, because its products also read columns.
-
 
 def _gather(x: jax.Array, axes: tuple[str, ...], axis: int) -> jax.Array:
-    """Concatenates the x of all devices along `axis`."""
+    """Concatenates the x of all devices along `axis`.
+
+    XLA for GPUs gathers along the outermost dimension in memory. Along another dimension, and for kernels
+    that read rows, it transposes operand and result element by element. This function copies whole segments
+    of rows instead. XLA handles 16-bit operands well, because its products also read columns.
+    """
     if axis == 0 or x.dtype.itemsize > 1:
         return lax.all_gather(x, axes, axis=axis, tiled=True)
     parts = jnp.moveaxis(lax.all_gather(x, axes), 0, axis)
     return parts.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
-
-
-def _scatter_sum(x: jax.Array, axes: tuple[str, ...], axis: int) -> jax.Array:
-    """Sums x over devices, and returns this device's part along `axis`."""
-    if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
-        # JAX fails to lower a reduce-scatter inside a `jax.vmap` over an explicit axis.
-        size = x.shape[axis] // lax.axis_size(axes)
-        start = lax.axis_index(axes) * size
-        return lax.dynamic_slice_in_dim(lax.psum(x, axes), start, size, axis)
-    if axis == 0:
-        return lax.psum_scatter(x, axes, tiled=True)
-    parts = x.reshape(*x.shape[:axis], lax.axis_size(axes), -1, *x.shape[axis + 1 :])
-    return lax.psum_scatter(jnp.moveaxis(parts, axis, 0), axes)
 
 
 def gathered_over_mapped_axes(tree: Any) -> Any:
@@ -380,8 +375,7 @@ def _reduced(w, sharding: Sharding):
 
 def _reduce(sharding, _, dw):
     def step(dw):
-        total = sharding.sum(dw.astype(sharding.reduce_dtype or dw.dtype), sharding.sharing)
-        return total.astype(dw.dtype)
+        return sharding.sum_shared(dw).astype(dw.dtype)
 
     spec = Spec(((), *sharding.w))
     return (sharding.map_shards(step, (dw,), (spec,), spec) if sharding.sharing else dw,)
