@@ -12,12 +12,14 @@ import siglip_files
 from clip_oracle import random_model, small_config, write_weights
 from flax import nnx
 from micro_run import MICRO, ROOT, UNDIAGNOSED
+from PIL import Image
 
 from swjax import data, inference, interop
 from swjax.data.vocabulary import open_vocabulary
 from swjax.evaluate.scoring import score
 from swjax.inference import export_command
 from swjax.models import clip
+from swjax.report import data_check
 from swjax.tools import plan
 from swjax.training import config as config_lib
 from swjax.training.config import ConfigError
@@ -46,6 +48,17 @@ def gemma(tmp_path):
     pytest.importorskip("tokenizers")
     path = tmp_path / "gemma.json"
     return str(path), siglip_files.gemma_json(path)
+
+
+def test_a_check_of_data_counts_the_tokens_of_a_tokenizer(gemma, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Image.new("RGB", (32, 32)).save(tmp_path / "a.png")
+    (tmp_path / "pairs.csv").write_text("image,caption\na.png,Füchsin\n", encoding="utf-8")
+    command = ["check", "pairs.csv", "--context_length=7", f"--tokenizer={gemma[0]}"]
+    assert data_check.main(command) == 0
+    assert "8 tokens; 1 (100%) are truncated at context_length=7" in capsys.readouterr().out
+    assert data_check.main([*command[:-1], "--tokenizer=none.json"]) == 2
+    assert "the tokenizer none.json does not exist" in capsys.readouterr().err
 
 
 def siglip(pieces, **options) -> clip.CLIP:
@@ -209,14 +222,17 @@ def test_siglip_2_trains_from_its_config(shared_cache, gemma, tmp_path):
 
 
 def test_the_tokenizer_of_a_run_must_fit_its_model(shared_cache, gemma, tmp_path, capsys):
-    path, _ = gemma
+    path, pieces = gemma
+    other = str(tmp_path / "other.json")
+    assert len(siglip_files.t5_json(Path(other))) == len(pieces) - 1
     options = {"train__compilation_cache": shared_cache}
     for changes, message in (
         ({}, "config.data.tokenizer='data/siglip2/tokenizer.json' does not exist: give a token"),
         ({"data__tokenizer": path}, "config.data.tokenizer: the model has 256000 token ids, and"),
+        ({"data__tokenizer": other}, f"256000 token ids, and the tokenizer .* {len(pieces) - 1}: "),
         ({"data__tokenizer": ""}, "config.data.tokenizer: .* CLIP's tokenizer 49408: put"),
     ):
-        with pytest.raises(ConfigError, match=message) as error:
+        with pytest.raises(ConfigError, match=message) as error:  # and the next may have another
             train_and_evaluate(small(**options | changes), tmp_path / "run")
         assert "\n" not in str(error.value)
         if "data__tokenizer" in changes:

@@ -64,7 +64,7 @@ def tokenize(
             f"{context_length}: CLIP uses 77"
         )
     texts = [texts] if isinstance(texts, str) else texts
-    used = open_vocabulary(tokenizer) if tokenizer else CLIP
+    used = vocabulary_of(tokenizer)
     tokens = np.full((len(texts), context_length), used.padding, np.int32)
     for row, text in zip(tokens, texts, strict=True):
         if not isinstance(text, str):
@@ -91,11 +91,16 @@ def check_tokenizer(tokenizer: str, size: int) -> None:
             f"the model has {size} token ids, and CLIP's tokenizer {CLIP.size}: put the model's "
             f"tokenizer.json or spiece.model next to its weights, or name it as tokenizer"
         )
-    if tokenizer and (found := open_vocabulary(tokenizer).size) != size:
+    if (found := vocabulary_of(tokenizer).size) != size:
         raise ValueError(
             f"the model has {size} token ids, and the tokenizer {tokenizer} {found}: give the one with which "
             f"the model was trained"
         )
+
+
+def vocabulary_of(tokenizer: str) -> Vocabulary:
+    """Opens a tokenizer; see `tokenize`."""
+    return open_vocabulary(tokenizer) if tokenizer else CLIP
 
 
 def encode(text: str) -> list[int]:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from swjax.data.files import size_and_version
 from swjax.packages import require
 
 # Names of tokenizers in a folder of weights, the preferred first.
@@ -37,7 +38,6 @@ class Vocabulary(NamedTuple):
     padding: int
 
 
-@functools.lru_cache(4)
 def open_vocabulary(path: str) -> Vocabulary:
     """Reads a vocabulary of SigLIP.
 
@@ -51,9 +51,15 @@ def open_vocabulary(path: str) -> Vocabulary:
     """
     if not Path(path).is_file():
         raise FileNotFoundError(
-            f"the tokenizer {path} does not exist: give a tokenizer.json or a model of SentencePiece, as it "
-            f"lies next to SigLIP's weights"
+            f"the tokenizer {path} does not exist: give a tokenizer.json or a model of SentencePiece, such "
+            f"as the one next to SigLIP's weights"
         )
+    return _opened(path, size_and_version(path)[1])
+
+
+@functools.lru_cache(4)
+def _opened(path: str, version: str) -> Vocabulary:
+    """`open_vocabulary`; `version` is that of the file, which may be replaced."""
     encode, id_of, piece_of, size = (_json if path.endswith(".json") else _sentencepiece)(path)
     while _SENTINEL in piece_of(size - 1):
         size -= 1

@@ -145,9 +145,8 @@ def named(address: str | Path) -> Model | None:
     prefix, owner, name, revision = found.groups()
     if not prefix and Path(owner).is_dir():  # a mistyped path
         return None
-    architecture = owner.removesuffix(
-        "-quickgelu"
-    )  # the same weights, whose config has the activation
+    # Models named "-quickgelu" have the same weights, whose config names the activation.
+    architecture = owner.removesuffix("-quickgelu")
     repository = OPEN_CLIP.get(architecture, {}).get(name) if not prefix else None
     open_clip = prefix or repository or owner == "timm"
     library = "open_clip" if open_clip else "huggingface"

@@ -31,7 +31,7 @@ from swjax.data.examples import fault, look
 from swjax.data.icons import shards
 from swjax.data.sources import Source, source
 from swjax.data.survey import SAMPLE, refusal, sample
-from swjax.data.tokenizer import tokenize
+from swjax.data.tokenizer import tokenize, vocabulary_of
 from swjax.report import page
 from swjax.safe_files import printable, write_atomically
 
@@ -198,13 +198,16 @@ def _thumbnail(image: np.ndarray) -> str:
 # --- what it means ------------------------------------------------------------------------------------
 
 
-def lines(found: Check, context_length: int, max_bad_share: float = 0.01) -> list[str]:
+def lines(
+    found: Check, context_length: int, max_bad_share: float = 0.01, tokenizer: str = ""
+) -> list[str]:
     """Formats the findings as one screen of text.
 
     Args:
       found: result of `check`.
       context_length: tokens per caption in training, including the start and end tokens.
       max_bad_share: share of bad examples that training skips.
+      tokenizer: see `swjax.data.tokenize`.
     """
     good, bad = found.good, found.bad
     out = [f"examples     {found.examples:,}; {len(found.seen):,} read, {len(bad):,} bad"]
@@ -217,7 +220,7 @@ def lines(found: Check, context_length: int, max_bad_share: float = 0.01) -> lis
         out.append(f"formats      {', '.join(f'{kind} {n:,}' for kind, n in kinds)}")
         if any(each.bytes for each in good):
             out.append(f"file sizes   {_quantiles([each.bytes for each in good])} bytes")
-        out += _about_captions(good, context_length)
+        out += _about_captions(good, context_length, tokenizer)
         copies = len(good) - len({each.digest for each in good})
         out.append(
             f"duplicates   {copies:,} of {len(good):,} images have the same pixels as another image"
@@ -237,12 +240,11 @@ def lines(found: Check, context_length: int, max_bad_share: float = 0.01) -> lis
     return out + [f"refused      {why}"] * bool(why)
 
 
-def _about_captions(good: list[Seen], context_length: int) -> list[str]:
+def _about_captions(good: list[Seen], context_length: int, tokenizer: str) -> list[str]:
     texts = [text for each in good for text in each.captions]
     # Twice the context length shows which captions do not fit.
-    tokens = (
-        tokenize(texts, context_length=2 * context_length).argmax(axis=1) + 1
-    )  # number of tokens up to the end token
+    ids = tokenize(texts, 2 * context_length, tokenizer)
+    tokens = (ids == vocabulary_of(tokenizer).end).argmax(axis=1) + 1  # up to the end token
     cut = int((tokens > context_length).sum())
     most, count = Counter(texts).most_common(1)[0]
     out = [
@@ -267,7 +269,12 @@ def write_bad(path: Path, found: Check) -> None:
 
 
 def write_page(
-    path: Path, where: str, found: Check, context_length: int, max_bad_share: float = 0.01
+    path: Path,
+    where: str,
+    found: Check,
+    context_length: int,
+    max_bad_share: float = 0.01,
+    tokenizer: str = "",
 ) -> None:
     """Writes a self-contained page with thumbnails, captions and bad examples."""
     figures = "".join(
@@ -285,7 +292,7 @@ def write_page(
         title=where,
         subtitle=f"{found.examples:,} examples, {len(found.seen):,} read",
         tiles="",
-        facts=escape("\n".join(lines(found, context_length, max_bad_share))),
+        facts=escape("\n".join(lines(found, context_length, max_bad_share, tokenizer))),
         figures=figures or "<p>No example is usable.</p>",
         bad=f"<table>{rows}</table>" if rows else "<p>No bad examples.</p>",
     )
@@ -335,6 +342,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--all", action="store_true", help="read all examples")
     parser.add_argument("--context_length", type=int, default=77, help="tokens per caption")
+    parser.add_argument("--tokenizer", default="", help="file of a SigLIP's; default: CLIP's")
     parser.add_argument(
         "--max_bad_share",
         type=float,
@@ -366,7 +374,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             **dict(option.split("=", 1) for option in options.option),
         )
         found = check(pairs, most=0 if options.all else options.sample)
-        limits = options.context_length, options.max_bad_share
+        limits = options.context_length, options.max_bad_share, options.tokenizer
         text = "\n".join(lines(found, *limits))
         write_page(options.page, options.where, found, *limits)
         listed = options.page.with_name(f"{options.page.stem}_bad.tsv")

@@ -64,7 +64,7 @@ def settle_model(config: ConfigDict, workdir: Path) -> ConfigDict:
 
 
 def keep_tokenizer(config: ConfigDict, workdir: Path) -> ConfigDict:
-    """Returns the config whose `data.tokenizer` is the copy in the workdir, which the first start makes.
+    """Returns the config whose `data.tokenizer` is the copy in the workdir, which a run makes when it begins.
 
     All processes must call it.
 
@@ -83,19 +83,20 @@ def keep_tokenizer(config: ConfigDict, workdir: Path) -> ConfigDict:
             if own.exists():  # a run resumes without it
                 return
             raise ConfigError(
-                f"config.data.tokenizer={given!r} does not exist: give a tokenizer.json or a model of "
-                "SentencePiece, as it lies next to SigLIP's weights"
+                f"config.data.tokenizer={mask_credentials(given)!r} does not exist: give a tokenizer.json or "
+                "a model of SentencePiece, such as the one next to SigLIP's weights"
             ) from error
         except (OSError, ValueError, ModuleNotFoundError) as error:
             shown = mask_credentials(f"{given!r}: {' '.join(str(error).split())}")
             raise ConfigError(f"config.data.tokenizer={shown}") from error
-        if own.exists() and own.read_bytes() != content:
+        if own.exists() and own.read_bytes() == content:
+            return
+        if own.exists() and any((workdir / "checkpoints").glob("[0-9]*")):
             raise ConfigError(
                 f"config.data.tokenizer={mask_credentials(given)!r} differs from {own}, with which the run "
                 "began: leave it out, or use another --workdir"
             )
-        if not own.exists():
-            write_atomically(own, content)
+        write_atomically(own, content)
 
     distributed.first_does(copy)
     settled = config.copy_and_resolve_references()
