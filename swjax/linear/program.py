@@ -69,7 +69,7 @@ class Quantized:
 
         Returns:
           `params`, in which parameters that only products with a recipe read are `FrozenWeight`s: 8-bit
-          [*stack, n, k], a quarter of the bytes of float32. Others, such as experts, are unchanged.
+          [*stack, *experts, n, k], a quarter of the bytes of float32. Others are unchanged.
 
         Raises:
           ValueError: no such parameter matches, or a recipe needs the weight itself.
@@ -87,8 +87,8 @@ class Quantized:
             recipe, w = planner.choices[path].recipe, named[path]
             alone = path not in planner.used and len(readings) == 1
             if recipe and alone and re.fullmatch(only, path) and not _is_frozen(w):
-                ((moves, contracted),) = readings.values()
-                frozen[path] = freeze(w, moves, contracted, recipe)
+                (reading,) = readings.values()
+                frozen[path] = freeze(w, reading, recipe)
         if not frozen:
             raise ValueError(
                 f"freeze needs a parameter that matches {only!r} and that one kind of product with a recipe "

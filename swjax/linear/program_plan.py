@@ -11,7 +11,7 @@ from jax.extend import core
 from jax.sharding import PartitionSpec as P
 
 from swjax.linear.conversion import NO_LAYOUT
-from swjax.linear.frozen import SLICE, reading_of
+from swjax.linear.frozen import SLICE, Reading
 from swjax.linear.layouts import TOKENS, Layout, layout_of_kernel
 from swjax.linear.program_report import ProgramReport, TracedProduct, equation_of, unsupported
 from swjax.linear.program_run import (
@@ -77,8 +77,7 @@ class Planner:
       tokens: how meshes of type Auto shard activations, see `swjax.Layout`.
       groups: whether to compile other operations in groups, see `Plan.grouped`.
       products: what the programs multiply, in order.
-      readings: {path of a parameter: {how a product reads it: (moves, contracted axes)}}; of products that
-        follow a recipe.
+      readings: {path of a parameter: {`str` of a reading: the reading}}, of products that follow a recipe.
       used: the parameters that something else reads.
     """
 
@@ -93,7 +92,7 @@ class Planner:
         self.choices, self.implementation = choices, implementation
         self.specs, self.tokens, self.groups = specs, tokens, groups
         self.products = ProgramReport()
-        self.readings: dict[str, dict[str, tuple[tuple, tuple[int, ...]]]] = {}
+        self.readings: dict[str, dict[str, Reading]] = {}
         self.used: set[str] = set()
         self._results: dict[tuple, Callable] = {}
         self._groups: dict[tuple, Callable] = {}
@@ -211,13 +210,13 @@ class Planner:
             at=at,
         )
         contracted = tuple(dimension_numbers[0][at][i] for i in order)
-        if ragged or dimension_numbers[1][at] or origin.moves is None:
+        if origin.moves is None:
             self._note_used([origin])
         else:
-            reading = reading_of(origin.moves, contracted)
-            read = self.readings.setdefault(origin.paths[0], {})
-            read[reading] = origin.moves, contracted
-            execute = partial(execute, reading=reading)
+            batch = groups or tuple(dimension_numbers[1][at])
+            reading = Reading(origin.moves, contracted, batch)
+            self.readings.setdefault(origin.paths[0], {})[str(reading)] = reading
+            execute = partial(execute, reading=str(reading))
         if not ragged:
             execute = partial(execute, layout=layout, order=order)
         return Step(execute, eqn)

@@ -254,16 +254,15 @@ def multiply(
         contracted, batch = contracted[::-1], batch[::-1]
     contracted = tuple(tuple(axes[i] for i in order) for axes in contracted)
     if isinstance(w, FrozenWeight):
-        if (w.recipe, w.reading) != (recipe, reading):
-            raise ValueError(
-                f"the parameter {product.path!r} was frozen for another product or recipe than "
-                f"{product.equation}: freeze the parameters with this function and these rules"
-            )
-        shape = step.eqn.invars[at].aval.shape
-        columns = [size for axis, size in enumerate(shape) if axis not in contracted[1]]
-        sizes = [*columns, *(shape[axis] for axis in contracted[1])]
-        scale = w.scale if w.scale.size == 1 else w.scale.reshape(*columns, *(1,) * len(order))
-        w = QTensor(w.values.reshape(sizes), scale)
+        q, shape = _matrix(w, product, recipe, reading), step.eqn.invars[at].aval.shape
+        experts = [shape[axis] for axis in batch[1]]
+        used = {*contracted[1], *batch[1]}
+        columns = [size for axis, size in enumerate(shape) if axis not in used]
+        sizes = [*experts, *columns, *(shape[axis] for axis in contracted[1])]
+        scale = q.scale
+        if scale.shape[-2] > 1:
+            scale = scale.reshape(*experts, *columns, *(1,) * len(order))
+        w = QTensor(q.values.reshape(sizes), scale)
     options = {key: params[key] for key in ("precision", "preferred_element_type")}
     try:
         product_of = partial(_product, recipe, implementation, layout, (contracted, batch))
@@ -275,6 +274,15 @@ def multiply(
         y = y.transpose(*range(first), *range(columns, y.ndim), *range(first, columns))
     y, spec = y.astype(like.dtype), like.sharding.spec
     return [y if jax.typeof(y).sharding.spec == spec else jax.reshard(y, spec)], []
+
+
+def _matrix(w: FrozenWeight, product: TracedProduct, recipe: Recipe, reading: str) -> QTensor:
+    if (w.recipe, w.reading) != (recipe, reading):
+        raise ValueError(
+            f"the parameter {product.path!r} was frozen for another product or recipe than "
+            f"{product.equation}: freeze the parameters with this function and these rules"
+        )
+    return w.matrix
 
 
 @cache
@@ -296,6 +304,7 @@ def multiply_ragged(
     recipe: Recipe,
     implementation: str | None,
     at: int,
+    reading: str = "",
 ) -> tuple[Arrays, Arrays]:
     """Computes a `ragged_dot_general`, whose right operand is a parameter, by a recipe."""
     like: Any = step.eqn.outvars[0].aval
@@ -306,10 +315,15 @@ def multiply_ragged(
         dimension_numbers.lhs_ragged_dimensions,
         dimension_numbers.rhs_group_dimensions,
     )
-    if at == 0 or batch or (x.ndim, w.ndim, len(groups)) != (2, 3, 1) or ragged == contracted:
+    ndims = tuple(atom.aval.ndim for atom in step.eqn.invars[:2])
+    if at == 0 or batch or (*ndims, len(groups)) != (2, 3, 1) or ragged == contracted:
         raise unsupported(product, "experts need x [m, k] and w [e, k, n]")
     (n,) = {0, 1, 2} - {k, *groups}
-    x, w = x.transpose(*ragged, *contracted), w.transpose(*groups, k, n)
+    x = x.transpose(*ragged, *contracted)
+    if isinstance(w, FrozenWeight):
+        w = _matrix(w, product, recipe, reading)
+    else:
+        w = w.transpose(*groups, k, n)
     options = params["precision"], params["preferred_element_type"]
     try:
         y = _ragged_product(recipe, implementation, *options)(x, w, values[2])
