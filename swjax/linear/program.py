@@ -131,9 +131,12 @@ class _Program(NamedTuple):
         plan = planner.plan(self.jaxpr, origins)
         planner.used |= {path for origin in plan.origins if origin for path in origin.paths}
         for path, w in self.parameters:
-            if isinstance(w, FrozenWeight) and path in {*planner.used} - {*planner.readings}:
+            if not isinstance(w, FrozenWeight) or path not in {*planner.used, *planner.readings}:
+                continue
+            read = planner.choices[path].recipe, {*planner.readings.get(path, ())}
+            if path in planner.used or read != (w.recipe, {w.reading}):
                 raise ValueError(
-                    f"the frozen parameter {path!r} is read by no product with a recipe: freeze the "
+                    f"the parameter {path!r} was frozen for another product or recipe: freeze the "
                     "parameters with this function and these rules"
                 )
         return plan

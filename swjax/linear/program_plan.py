@@ -216,7 +216,6 @@ class Planner:
             batch = groups or tuple(dimension_numbers[1][at])
             reading = Reading(origin.moves, contracted, batch)
             self.readings.setdefault(origin.paths[0], {})[str(reading)] = reading
-            execute = partial(execute, reading=str(reading))
         if not ragged:
             execute = partial(execute, layout=layout, order=order)
         return Step(execute, eqn)

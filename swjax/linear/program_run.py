@@ -11,6 +11,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.extend import core
 from jax.sharding import Sharding
 
@@ -183,7 +184,7 @@ def _description(eqns, invars, outvars) -> tuple:
 
     def of_atom(atom):
         if isinstance(atom, core.Literal):
-            return atom.aval, repr(atom.val)
+            return atom.aval, np.asarray(atom.val).tobytes()
         return number[atom]
 
     def of_parameter(value):
@@ -240,11 +241,10 @@ def multiply(
     at: int,
     layout: Layout | None,
     order: Sequence[int],
-    reading: str = "",
 ) -> tuple[Arrays, Arrays]:
     """Computes a `dot_general`, whose operand `at` is a parameter, by a recipe.
 
-    `order` is that of the contracted axes in the matrix of `layout`, `reading` that of `FrozenWeight`.
+    `order` is that of the contracted axes in the matrix of `layout`.
     """
     like: Any = step.eqn.outvars[0].aval
     params = step.eqn.params
@@ -254,7 +254,7 @@ def multiply(
         contracted, batch = contracted[::-1], batch[::-1]
     contracted = tuple(tuple(axes[i] for i in order) for axes in contracted)
     if isinstance(w, FrozenWeight):
-        q, shape = _matrix(w, product, recipe, reading), step.eqn.invars[at].aval.shape
+        q, shape = w.matrix, step.eqn.invars[at].aval.shape
         experts = [shape[axis] for axis in batch[1]]
         used = {*contracted[1], *batch[1]}
         columns = [size for axis, size in enumerate(shape) if axis not in used]
@@ -276,15 +276,6 @@ def multiply(
     return [y if jax.typeof(y).sharding.spec == spec else jax.reshard(y, spec)], []
 
 
-def _matrix(w: FrozenWeight, product: TracedProduct, recipe: Recipe, reading: str) -> QTensor:
-    if (w.recipe, w.reading) != (recipe, reading):
-        raise ValueError(
-            f"the parameter {product.path!r} was frozen for another product or recipe than "
-            f"{product.equation}: freeze the parameters with this function and these rules"
-        )
-    return w.matrix
-
-
 @cache
 def _ragged_product(recipe, implementation, precision, preferred) -> Callable:
     @jax.jit
@@ -304,7 +295,6 @@ def multiply_ragged(
     recipe: Recipe,
     implementation: str | None,
     at: int,
-    reading: str = "",
 ) -> tuple[Arrays, Arrays]:
     """Computes a `ragged_dot_general`, whose right operand is a parameter, by a recipe."""
     like: Any = step.eqn.outvars[0].aval
@@ -320,10 +310,7 @@ def multiply_ragged(
         raise unsupported(product, "experts need x [m, k] and w [e, k, n]")
     (n,) = {0, 1, 2} - {k, *groups}
     x = x.transpose(*ragged, *contracted)
-    if isinstance(w, FrozenWeight):
-        w = _matrix(w, product, recipe, reading)
-    else:
-        w = w.transpose(*groups, k, n)
+    w = w.matrix if isinstance(w, FrozenWeight) else w.transpose(*groups, k, n)
     options = params["precision"], params["preferred_element_type"]
     try:
         y = _ragged_product(recipe, implementation, *options)(x, w, values[2])
