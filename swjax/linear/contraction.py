@@ -17,6 +17,7 @@ from swjax.kernels.reference import QTensor
 from swjax.linear.api import switchback
 from swjax.linear.interception import intercepted
 from swjax.linear.layouts import Layout
+from swjax.linear.sharding import map_experts
 from swjax.recipes import Recipe
 
 Dimensions = tuple[int, ...]
@@ -88,7 +89,8 @@ class DotGeneral:
         for _ in batch:
             linear = jax.vmap(linear)
         rows = x.shape[:-1]
-        y = linear(x, w).reshape(*rows, *columns)
+        y = map_experts(linear, x, w, self.layout) if batch else linear(x, w)
+        y = y.reshape(*rows, *columns)
         return y.transpose(*range(len(rows)), *(len(rows) + axis for axis in order))
 
     def einsum(

@@ -246,7 +246,6 @@ def multiply(
 
     `order` is that of the contracted axes in the matrix of `layout`.
     """
-    like: Any = step.eqn.outvars[0].aval
     params = step.eqn.params
     x, w = values[1 - at], stored[at]
     contracted, batch = params["dimension_numbers"]
@@ -272,16 +271,23 @@ def multiply(
     if at == 0:  # [*batch, *rows, *columns] to [*batch, *columns, *rows]
         first, columns = len(batch[0]), x.ndim - len(contracted[0])
         y = y.transpose(*range(first), *range(columns, y.ndim), *range(first, columns))
+    return [_like(y, step)], []
+
+
+def _like(y: jax.Array, step: Step) -> jax.Array:
+    """y with the dtype and the sharding of the result of an equation."""
+    like: Any = step.eqn.outvars[0].aval
     y, spec = y.astype(like.dtype), like.sharding.spec
-    return [y if jax.typeof(y).sharding.spec == spec else jax.reshard(y, spec)], []
+    return y if jax.typeof(y).sharding.spec == spec else jax.reshard(y, spec)
 
 
 @cache
-def _ragged_product(recipe, implementation, precision, preferred) -> Callable:
+def _ragged_product(recipe, implementation, layout, precision, preferred) -> Callable:
     @jax.jit
     def quantized_product(x, w, group_sizes):
         options = {"recipe": recipe, "precision": precision, "out_dtype": preferred}
-        return ragged_switchback(x, w, group_sizes, implementation=implementation, **options)
+        options |= {"implementation": implementation, "layout": layout}
+        return ragged_switchback(x, w, group_sizes, **options)
 
     return quantized_product
 
@@ -295,9 +301,9 @@ def multiply_ragged(
     recipe: Recipe,
     implementation: str | None,
     at: int,
+    layout: Layout | None,
 ) -> tuple[Arrays, Arrays]:
     """Computes a `ragged_dot_general`, whose right operand is a parameter, by a recipe."""
-    like: Any = step.eqn.outvars[0].aval
     params, x, w = step.eqn.params, values[0], stored[1]
     dimension_numbers = params["ragged_dot_dimension_numbers"]
     (contracted, (k,)), (batch, _) = dimension_numbers.dot_dimension_numbers
@@ -313,10 +319,10 @@ def multiply_ragged(
     w = w.matrix if isinstance(w, FrozenWeight) else w.transpose(*groups, k, n)
     options = params["precision"], params["preferred_element_type"]
     try:
-        y = _ragged_product(recipe, implementation, *options)(x, w, values[2])
+        y = _ragged_product(recipe, implementation, layout, *options)(x, w, values[2])
     except ValueError as error:
         raise unsupported(product, error) from error
-    return [y.astype(like.dtype)], []
+    return [_like(y, step)], []
 
 
 # --- operations that run other jaxprs -----------------------------------------------------------------
