@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from swjax import recipes
 from swjax.linear.contraction import dot_general
-from swjax.linear.conversion import TAKES_NONE, UNMATCHED, Matrix
+from swjax.linear.conversion import TAKES_NONE, UNMATCHED, Matrix, warn_if_only_kept
 from swjax.linear.frozen import FrozenWeight, freeze
 from swjax.linear.layouts import TOKENS, known_spec
 from swjax.linear.program_plan import Choice, Origin, Planner
@@ -27,8 +27,6 @@ from swjax.linear.program_run import Plan, run
 from swjax.recipes import Recipe
 
 _ARRAYS = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct | FrozenWeight
-
-_LAST = ("head", "output", "router", "gate", "embedding")  # a conversion of only these is a mistake
 
 
 @dataclass(frozen=True)
@@ -353,13 +351,14 @@ def _kept(name: str) -> Choice:
 
 def _warn(planner: Planner) -> None:
     """Warns if no product follows a recipe, or only those of routers, embeddings and heads."""
+    report = "print the report of swjax.quantized"
     paths = [product.path for product in planner.products if product.recipe]
-    if not all(recipes.kept_kind(path) in _LAST for path in paths):
+    warn_if_only_kept(paths, report)
+    if paths:
         return
-    message = f"rules quantize only {paths[0]!r}, a router, an embedding or a head" if paths else ""
-    for product in planner.products if not paths else ():
+    message = "rules quantize nothing, no product has a parameter of the first argument"
+    for product in planner.products:
         if product.path:
             message = f"rules quantize nothing; {product.path!r} stays, because: {product.reason}"
             break
-    message = message or "rules quantize nothing, no product has a parameter of the first argument"
-    warnings.warn(f"{message}; print the report of swjax.quantized", stacklevel=3)
+    warnings.warn(f"{message}; {report}", stacklevel=3)
