@@ -26,6 +26,7 @@ from swjax.linear.conversion import (
     UNMATCHED,
     Conversion,
     refuse_dot_general_cls,
+    warn_if_only_kept,
 )
 from swjax.linear.interception import is_active
 from swjax.linear.layouts import Layout, layout_of_kernel
@@ -407,6 +408,8 @@ class _Interceptor:
         for pattern in sorted(self._unmatched):
             if self._ran and not any(re.fullmatch(pattern, path) for path in idle):
                 raise unmatched(pattern, sorted(self._paths))
+        converted = [m.path for m in self.conversion if m.recipe not in (None, Recipe())]
+        warn_if_only_kept(converted, "print the conversion")
 
 
 def _is_of_flax(context) -> bool:

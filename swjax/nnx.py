@@ -23,6 +23,7 @@ from swjax.linear.conversion import (
     UNMATCHED,
     Conversion,
     refuse_dot_general_cls,
+    warn_if_only_kept,
 )
 from swjax.linear.interception import is_active
 from swjax.linear.layouts import TOKENS, Layout, layout_of_kernel
@@ -444,6 +445,8 @@ def quantize_model(
             setattr(layer, name, _Product(product, replaced, name == "einsum_op"))
     for _, module in _modules(model):
         nnx_blocks.fuse(module, _gated_mlp_of)
+    converted = [path for path, recipe in chosen.items() if recipe != Recipe()]
+    warn_if_only_kept(converted, "print swjax.nnx.describe_model(model)")
     return model
 
 

@@ -474,7 +474,7 @@ def test_gated_mlps_of_other_projects_are_recognised(kind):
     ],
 )
 def test_other_blocks_are_not(make):
-    model = nnx.Dict(mlp=make(nnx.Rngs(0)), head=nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
+    model = nnx.Dict(mlp=make(nnx.Rngs(0)), out_proj=nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
     assert not swjax.nnx.describe_model(swjax.nnx.quantize_model(model, {".*": "switchback"})).fused
 
 
@@ -503,3 +503,32 @@ def test_stacks_of_gated_mlps_are_recognised():
     with dispatch.record() as calls:
         y = run(X, model)
     assert y.shape == X.shape and ("gated", "xla") in calls
+
+
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_a_conversion_of_only_routers_and_heads_warns(kind):
+    """As in models whose other layers are code of their own."""
+
+    class Mixture(nnx.Module):
+        def __init__(self, rngs):
+            self.router = nnx.Linear(8, 4, rngs=rngs)
+            self.experts = nnx.Param(jnp.ones((4, 8, 8)))
+
+        def __call__(self, x):
+            return jnp.einsum("be,bd,edh->bh", self.router(x), x, self.experts[...])
+
+    class Router(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(4, name="router")(x)
+
+    def convert(rules):
+        if kind == "nnx":
+            swjax.nnx.quantize_model(Mixture(nnx.Rngs(0)), rules)
+        else:
+            with swjax.linen.quantized(rules):
+                Router().init(jax.random.key(0), jnp.ones((2, 8)))
+
+    with pytest.warns(UserWarning, match="only 'router', a router, an embedding or a head; print"):
+        convert({".*": "switchback"})
+    convert({".*": "standard"})  # warnings are errors

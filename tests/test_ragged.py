@@ -330,6 +330,43 @@ def test_only_tokens_move_between_the_devices_of_converted_experts():
     assert {each.op for each in moved} == {"all-to-all"}, moved
 
 
+def mixtures(params, x):
+    """Layers of experts in a scan with remat: ragged products, an einsum, and a `jax.vmap`."""
+
+    def layer(x, p):
+        y = jnp.tanh(jax.lax.ragged_dot(x, p["wi"].astype(x.dtype), SIZES))
+        x = x + jax.lax.ragged_dot(y, p["wo"].swapaxes(1, 2), SIZES)
+        y = jnp.einsum("ebk,kehf->ebhf", jnp.stack([x] * 3), p["up"])
+        down = jax.vmap(lambda y, w: jnp.einsum("bhf,hfk->bk", y, w), in_axes=(0, 2))
+        return x + down(jnp.tanh(y), p["down"]).sum(0), None
+
+    return jax.lax.scan(jax.checkpoint(layer), x, params)[0]
+
+
+@pytest.mark.parametrize("recipe", ["switchback", "switchback_q"])
+def test_frozen_experts(recipe):
+    """Their values are those of the parameters; no call quantizes a weight or returns its gradient."""
+    shapes = {"wi": (3, K, N), "wo": (3, K, N), "up": (K, 3, 2, N), "down": (2, N, 3, K)}
+    params = {
+        name: jnp.asarray(RNG.normal(size=(2, *shape)) / 4, jnp.float32)
+        for name, shape in shapes.items()
+    }
+    int8 = swjax.quantized(mixtures, {".*": recipe})
+    frozen = int8.freeze(params, X)
+    shapes = {name: w.values.shape for name, w in frozen.items()}
+    assert shapes["wi"] == (2, 3, N, K) and shapes["wo"] == (2, 3, K, N)
+    assert shapes["up"] == (2, 3, 2 * N, K) and shapes["down"] == (2, 3, K, 2 * N)
+    step = jax.jit(jax.value_and_grad(lambda x, params: jnp.sum(int8(params, x) ** 2)))
+    (y, dx), (want, wanted) = step(X, frozen), step(X, params)
+    assert y == want
+    # Scales of columns are no scales of rows: `switchback_q` quantizes again for the input gradient.
+    tolerance = {"switchback": 1e-5, "switchback_q": 0.02}[recipe]
+    assert jnp.linalg.norm(dx - wanted) <= tolerance * jnp.linalg.norm(wanted)
+    other = swjax.quantized(lambda p, x: mixtures(p | {"wi": p["wi"][:, ::-1]}, x), {".*": recipe})
+    with pytest.raises(ValueError, match="'wi' was frozen for another product"):
+        other(frozen, X)
+
+
 def test_experts_without_a_recipe_are_named_in_the_error():
     with pytest.raises(ValueError, match="ragged .* parameter 'wi': .*weight gradient.*'standard'"):
         swjax.quantized(experts, {"w.": "llm_int8"})(PARAMS, X)

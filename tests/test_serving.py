@@ -81,9 +81,9 @@ def test_an_mlp_with_its_prologue_computes_the_same():
     same_bits(vjp(y), vjp_q(y))
 
 
-def test_a_quantized_weight_has_no_batch_dimensions():
+def test_a_quantized_weight_needs_a_matrix_for_each_entry_of_a_batch():
     q = swjax.quantize_weight(normal(32, 16))
-    with pytest.raises(ValueError, match=r"quantized rhs has no batch dimensions, got \(2,\)"):
+    with pytest.raises(TypeError, match=r"batch dimensions to have the same .* \(2,\) and \(16,\)"):
         swjax.dot_general()(normal(2, 8, 32), q, (((2,), (0,)), ((0,), (1,))))
 
 

@@ -32,6 +32,7 @@ from eight_devices import (
     train_program,
 )
 from flax import nnx
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from micro_run import UNDIAGNOSED
 from numeric import snr_db
@@ -40,6 +41,7 @@ import swjax
 import swjax.losses
 import swjax.nnx
 from swjax import Layout
+from swjax.kernels import dispatch
 from swjax.linear.conversion import NO_LAYOUT
 from swjax.linear.sharding import reduced
 from swjax.testing import assert_quantized_gathers, collectives
@@ -336,3 +338,45 @@ def test_layouts_follow_sharded_parameters_on_automatic_axes(as_stack):
     bad = swjax.quantized(apply, sharded_like=specs | {"q": P(None, None, None, "tensor")})
     fallen = {product.path for product in bad.report(layers, x) if product.reason == NO_LAYOUT}
     assert fallen == {"q"}
+
+
+@pytest.mark.parametrize("axes", [("expert", "fsdp", "tensor"), release((None, "fsdp", "tensor"))])
+def test_experts_on_automatic_axes_have_layouts(axes, monkeypatch):
+    """Ragged products and einsums with experts: each device runs kernels on its rows; int8 weights move."""
+    expert, fsdp, tensor = axes
+    sizes = jnp.array([11, 0, 20, 10])  # experts begin within the rows of a device
+
+    def apply(params, x):
+        hidden = jnp.tanh(jax.lax.ragged_dot(x, params["wi"].astype(x.dtype), sizes))
+        x = x + jax.lax.ragged_dot(hidden, params["wo"].swapaxes(1, 2), sizes)
+        each = jnp.broadcast_to(x, (4, *x.shape))
+        hidden = jnp.tanh(jnp.einsum("ebk,kefh->ebfh", each, params["up"]))
+        return jnp.einsum("ebfh,ehfk->ebk", hidden, params["down"])
+
+    shapes = {"wi": (4, 32, 64), "wo": (4, 32, 64), "up": (32, 4, 2, 32), "down": (4, 32, 2, 32)}
+    params = {name: draw(*shape) / 8 for name, shape in shapes.items()}
+    specs = {"wi": P(expert, fsdp, tensor), "wo": P(expert, fsdp, tensor)}
+    specs |= {"up": P(fsdp, expert, tensor), "down": P(expert, None, tensor, fsdp)}
+    mesh = jax.make_mesh((2, 2, 2), ("expert", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    here = {
+        name: jax.device_put(params[name], jax.NamedSharding(mesh, spec))
+        for name, spec in specs.items()
+    }
+    x = draw(48, 32)
+    int8 = swjax.quantized(apply, {".*": "switchback"}, sharded_like=here)
+    assert [product.reason for product in int8.report(here, x)] == [""] * 4
+    gathering, choose = set(), dispatch.choose
+    monkeypatch.setattr(
+        dispatch,
+        "choose",
+        lambda *a, **kw: gathering.add(dispatch.would_gather()) or choose(*a, **kw),
+    )
+    loss = lambda fn: jax.jit(jax.value_and_grad(lambda *args: jnp.sum(fn(*args) ** 2), (0, 1)))
+    args = here, jax.device_put(x, jax.NamedSharding(mesh, P("fsdp")))
+    program = loss(int8).lower(*args).compile()
+    assert gathering == {False}
+    for moved in collectives(program):
+        assert moved.op != "all-gather" or moved.dtype == "s8" or np.prod(moved.shape) <= x.size
+    want = loss(swjax.quantized(apply, {".*": "switchback"}))(params, x)
+    for a, b in zip(*map(jax.tree.leaves, (program(*args), want)), strict=True):
+        assert snr_db(a, b) > 60

@@ -24,12 +24,13 @@ from swjax.linear.checks import (
 )
 from swjax.linear.interception import intercepted, is_active
 from swjax.linear.layer import Layer
-from swjax.linear.layouts import Layout, Spec, as_matrix, device_count, specs_of
+from swjax.linear.layouts import Layout, device_count
 from swjax.linear.prologues import Gated, Gelu, Prologue, input_spec
 from swjax.linear.rules import LayerArrays, MLPLayers, fused_mlp, linears
 from swjax.linear.sharding import (
     Sharding,
     gathered_over_mapped_axes,
+    placed_weight,
     sharding_of_layer,
     sharding_of_next,
     vary_alike,
@@ -407,16 +408,8 @@ def _placed(
 ) -> LayerArrays:
     """Reshards the arguments outside of the `custom_vjp`, so that JAX reshards the gradients back."""
     x = layers[0].sharding.place(x, input_spec(prologue, layers[0]))
-    ws, biases = zip(*map(_placed_weight, ws, biases, (layer.sharding for layer in layers)))
+    ws, biases = zip(*map(placed_weight, ws, biases, (layer.sharding for layer in layers)))
     return LayerArrays(x, ws, biases, prologue)
-
-
-def _placed_weight(w, bias, sharding: Sharding):
-    bias = sharding.place(bias, Spec((sharding.n,)))
-    if not isinstance(w, QTensor):
-        return sharding.place(w, sharding.w), bias
-    specs = specs_of(w, as_matrix(sharding.w, True))
-    return QTensor(*(sharding.place(a, spec) for a, spec in zip(w, specs))), bias  # type: ignore[arg-type]  # no None
 
 
 # --- layers without quantization, as products that JAX differentiates in every mode and to any order --

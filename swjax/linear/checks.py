@@ -175,5 +175,5 @@ def weight_quantizer(recipe: str | Recipe) -> Quantizer:
 
 
 def weight_array(w: jax.Array | QTensor) -> jax.Array:
-    """An array [k, n] with the shape and the sharding of a weight."""
-    return w.values.T if isinstance(w, QTensor) else w
+    """An array [..., k, n] with the shape and the sharding of a weight."""
+    return w.values.mT if isinstance(w, QTensor) else w

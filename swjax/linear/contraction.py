@@ -17,6 +17,7 @@ from swjax.kernels.reference import QTensor
 from swjax.linear.api import switchback
 from swjax.linear.interception import intercepted
 from swjax.linear.layouts import Layout
+from swjax.linear.sharding import map_experts
 from swjax.recipes import Recipe
 
 Dimensions = tuple[int, ...]
@@ -52,12 +53,11 @@ class DotGeneral:
         """Like `jax.lax.dot_general`; `rhs` may also be a QTensor, as `swjax.quantize_weight` returns it.
 
         Without `preferred_element_type` the result has the dtype of `lhs`, whatever that of `rhs`. The values
-        of a QTensor must be [*columns, *contracted]; `dimension_numbers` gives the number of contracted
-        axes.
+        of a QTensor must be [*batch, *columns, *contracted]; `dimension_numbers` gives the numbers of axes.
 
         Raises:
-          ValueError: see `swjax.switchback`; `rhs` is quantized, and the product has batch dimensions; or, on
-            a mesh with explicit axes, the operands are sharded along different contracted dimensions.
+          ValueError: see `swjax.switchback`; or, on a mesh with explicit axes, the operands are sharded along
+            different contracted dimensions.
           TypeError: the contracted or the batch dimensions of the operands differ.
         """
         options: dict[str, Any] = {"precision": precision}
@@ -89,7 +89,8 @@ class DotGeneral:
         for _ in batch:
             linear = jax.vmap(linear)
         rows = x.shape[:-1]
-        y = linear(x, w).reshape(*rows, *columns)
+        y = map_experts(linear, x, w, self.layout) if batch else linear(x, w)
+        y = y.reshape(*rows, *columns)
         return y.transpose(*range(len(rows)), *(len(rows) + axis for axis in order))
 
     def einsum(
@@ -145,8 +146,7 @@ def as_linear(
       transposition of these dimensions to those of the result.
 
     Raises:
-      ValueError: `rhs` is quantized, and the product has batch dimensions; or the operands are sharded along
-        different contracted dimensions.
+      ValueError: the operands are sharded along different contracted dimensions.
       TypeError: the contracted or the batch dimensions differ; the message is that of `jax.lax.dot_general`.
 
     >>> import jax.numpy as jnp
@@ -157,12 +157,9 @@ def as_linear(
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
     values = rhs.values if isinstance(rhs, QTensor) else rhs
     batch = _shape(lhs, lhs_batch)
-    if isinstance(rhs, QTensor):  # [*columns, *contracted]
-        if batch:
-            raise ValueError(
-                f"a product with a quantized rhs has no batch dimensions, got {batch}: pass the weight itself"
-            )
+    if isinstance(rhs, QTensor):  # [*batch, *columns, *contracted]
         rhs_contract = tuple(range(values.ndim - len(rhs_contract), values.ndim))
+        rhs_batch = tuple(range(len(rhs_batch)))
     _check_equal("contracting dimensions", _shape(lhs, lhs_contract), _shape(values, rhs_contract))
     of_both = "lhs batch dimensions and rhs batch dimensions"
     _check_equal(of_both, batch, _shape(values, rhs_batch))
@@ -189,12 +186,12 @@ def as_linear(
         *_shape(lhs, (*lhs_batch, *lhs_free)), k
     )
     columns = _shape(values, rhs_free)
-    if isinstance(rhs, QTensor):  # to [n, k]
-        scale = rhs.scale
-        if scale.ndim == values.ndim:  # otherwise it is one scale
-            scale = scale.transpose(*rhs_free, *rhs_contract)
-        values = values.transpose(*rhs_free, *rhs_contract)
-        return x, QTensor(values.reshape(-1, k), scale.reshape(-1, 1)), columns, order
+    if isinstance(rhs, QTensor):  # to [*batch, n, k]
+        scale, axes = rhs.scale, (*rhs_batch, *rhs_free, *rhs_contract)
+        if scale.ndim == values.ndim:  # otherwise each matrix has one scale
+            scale = scale.transpose(axes)
+        q = QTensor(values.transpose(axes).reshape(*batch, -1, k), scale.reshape(*batch, -1, 1))
+        return x, q, columns, order
     w = rhs.transpose(*rhs_batch, *rhs_contract, *rhs_free)
     return x, w.reshape(*batch, k, math.prod(columns)), columns, order
 

@@ -2,15 +2,18 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from swjax.kept import kept_kind
 from swjax.recipes import RECIPES, Product, Recipe
 
 UNMATCHED = "no expression matches its path"
 TAKES_NONE = "takes no dot_general"
 NO_LAYOUT = "no layout: XLA multiplies on meshes of type Auto"
 NOT_RUN = "its code did not run: unused, or compiled before"
+_KEPT = ("head", "output", "router", "gate", "embedding")  # see `warn_if_only_kept`
 _VECTORS = ("bias", "scale")  # never matrices, even with several axes
 
 
@@ -123,6 +126,16 @@ class Conversion(list[Matrix]):
             kinds = ", ".join(dict.fromkeys(m.kind for m in own))
             lines.append(f"{len(own)} that {kinds} may multiply: only {self.line} converts them")
         return "\n".join(lines)
+
+
+def warn_if_only_kept(paths: Sequence[str], report: str) -> None:
+    """Warns if only routers, embeddings and heads are converted; `report` is code that prints the rest.
+
+    Models whose other layers `paths` does not reach are the usual cause.
+    """
+    if paths and all(kept_kind(path) in _KEPT for path in paths):
+        message = f"rules quantize only {paths[0]!r}, a router, an embedding or a head; {report}"
+        warnings.warn(message, stacklevel=4)
 
 
 def recipe_name(recipe: Recipe | None) -> str:

@@ -1,10 +1,10 @@
 """The parts that the rules of experts share: the forms of their arrays, and their products.
 
 Rows are sorted by expert. A weight [e, k, n] has a matrix for each expert. Its quantized forms are those of
-`swjax.linear.layer.Operand`: `quantized` [e, k, n], and `transposed` [e, n, k].
+`swjax.linear.layer.Operand`: `quantized` [e, k, n], and `transposed` [e, n, k]. In the sharding of a `Layer`
+of experts, w is [e, k, n].
 """
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,15 @@ from swjax import auto
 from swjax.kernels import dispatch, reference, targets
 from swjax.kernels.reference import QTensor
 from swjax.linear.checks import OPERAND_DTYPES
-from swjax.linear.layer import Operand, from_bytes, name_for_checkpoint, to_bytes
+from swjax.linear.layer import (
+    Layer,
+    Operand,
+    from_bytes,
+    name_for_checkpoint,
+    quantize_sharded,
+    to_bytes,
+)
+from swjax.linear.layouts import Spec, quantized_specs, specs_of
 from swjax.recipes import LONGEST_INT8_SUM, Product, Quantizer, Recipe
 
 PRODUCTS = ("ragged_matmul", "ragged_weight_gradient", "ragged_block_weight_gradient")
@@ -25,44 +33,15 @@ PRODUCTS = ("ragged_matmul", "ragged_weight_gradient", "ragged_block_weight_grad
 LEAST_ROWS = 512
 
 
-@dataclass(frozen=True)
-class ExpertLayer:
-    """One layer of experts without its arrays; static.
-
-    Attributes:
-      recipe: recipe of the products.
-      dtype: dtype of x and of the products without quantization.
-      out_dtype: dtype of y.
-      w_dtype: dtype of the gradient of w; None if w is quantized, and has no gradient.
-      implementation: see `swjax.kernels.dispatch`; None chooses.
-      precision: precision of the products without quantization, see `jax.lax.dot_general`.
-    """
-
-    recipe: Recipe
-    dtype: str
-    out_dtype: str
-    w_dtype: str | None
-    implementation: str | None = None
-    precision: jax.lax.PrecisionLike = None
-
-    @property
-    def reads_last_axis(self) -> bool:
-        """Whether products read quantized weights along the last axis, as GPU kernels need it."""
-        return targets.platform() == "gpu" and self.implementation != "xla"
-
-
 # --- the forms that products read ---------------------------------------------------------------------
 
 
-def quantize_rows(product: Product | None, x: jax.Array, layer: ExpertLayer) -> Any:
+def quantize_rows(product: Product | None, x: jax.Array, spec: Spec, layer: Layer) -> Any:
     """x [m, k] as the left operand of a product: a QTensor with a scale for each row, or x itself."""
-    if product is None:
-        return x
-    options: dict[str, Any] = {"dtype": product.lhs.dtype, "implementation": layer.implementation}
-    return dispatch.run("quantize", x, axes=(1,), **options)
+    return x if product is None else quantize_sharded(product.lhs, x, spec, -1, layer)
 
 
-def forward_weight(w: jax.Array | QTensor, layer: ExpertLayer) -> Operand:
+def forward_weight(w: jax.Array | QTensor, layer: Layer) -> Operand:
     """A weight, quantized for the forward product; and for the input gradient if both read the same.
 
     Args:
@@ -75,18 +54,24 @@ def forward_weight(w: jax.Array | QTensor, layer: ExpertLayer) -> Operand:
     if fwd is None:
         return Operand(w)
     if layer.reads_last_axis and layer.recipe.quantizes_weight_once:
-        absmax = reference.absolute_maximum(w, (1, 2)).reshape(len(w), 1)
-        forms = dispatch.run(
-            "quantize_both", w, absmax, dtype=fwd.rhs.dtype, implementation=layer.implementation
-        )
+        sharding, (e, k, n) = layer.sharding, layer.sharding.w
+        options: dict[str, Any] = {"implementation": layer.implementation, "dtype": fwd.rhs.dtype}
+
+        def step(w):
+            absmax = reference.absolute_maximum(w, (1, 2)).reshape(len(w), 1)
+            return dispatch.run("quantize_both", w, sharding.maximum(absmax, k, n), **options)
+
+        one = Spec((e, (), ()))
+        specs = (quantized_specs(Spec(values), one) for values in ((e, k, n), (e, n, k)))
+        forms = sharding.map_shards(step, (w,), (sharding.w,), tuple(specs))
     else:
-        q = _quantize_weight(fwd.rhs, w, 1)
+        q = _quantize_weight(fwd.rhs, w, 1, layer)
         forms = (None, _transposed(q)) if layer.reads_last_axis else (q, None)
     q, transposed = (form and name_for_checkpoint(form, "swjax_w") for form in forms)
     return Operand(w, q, transposed)
 
 
-def saved_weight(w: jax.Array | QTensor, forms: Operand, layer: ExpertLayer) -> Operand:
+def saved_weight(w: jax.Array | QTensor, forms: Operand, layer: Layer) -> Operand:
     """What the backward pass reads of a weight; fp8 values as bytes."""
     if not isinstance(w, QTensor):
         if not (layer.recipe.quantizes_weight_once or layer.recipe.save_quantized):
@@ -96,7 +81,7 @@ def saved_weight(w: jax.Array | QTensor, forms: Operand, layer: ExpertLayer) -> 
     return jax.tree.map(to_bytes, forms)
 
 
-def saved_rows(x: jax.Array | QTensor, layer: ExpertLayer) -> QTensor | None:
+def saved_rows(x: jax.Array | QTensor, layer: Layer) -> QTensor | None:
     """The quantized rows that are saved for the backward pass; None: it reads the rows themselves."""
     if not layer.recipe.save_quantized:
         return None
@@ -109,7 +94,7 @@ def restored(saved: Any, quantizer: Quantizer) -> Any:
     return jax.tree.map(partial(from_bytes, dtype=quantizer.dtype), saved)
 
 
-def _backward_weight(w: Operand, layer: ExpertLayer) -> tuple[jax.Array | QTensor, int]:
+def _backward_weight(w: Operand, layer: Layer) -> tuple[jax.Array | QTensor, int]:
     """A weight in the form that the input gradient reads, and the axis that it is summed over."""
     dgrad = layer.recipe.dgrad
     if dgrad is not None:
@@ -119,10 +104,10 @@ def _backward_weight(w: Operand, layer: ExpertLayer) -> tuple[jax.Array | QTenso
     if dgrad is None:
         return _array(w, layer.dtype), 2
     array = w.array if w.array is not None else _array(w, "float32")
-    return _quantize_weight(dgrad.rhs, array, 2), 2
+    return _quantize_weight(dgrad.rhs, array, 2, layer), 2
 
 
-def _forward_weight(w: Operand, layer: ExpertLayer) -> tuple[jax.Array | QTensor, int]:
+def _forward_weight(w: Operand, layer: Layer) -> tuple[jax.Array | QTensor, int]:
     """A weight in the form that the forward product reads, and the axis that it is summed over."""
     if layer.recipe.fwd is None:
         return _array(w, layer.dtype), 1
@@ -141,10 +126,17 @@ def _array(w: Operand, dtype: str) -> jax.Array:
     return reference.dequantize(_transposed(w.transposed), dtype)
 
 
-def _quantize_weight(quantizer: Quantizer, w: jax.Array, axis: int) -> QTensor:
+def _quantize_weight(quantizer: Quantizer, w: jax.Array, axis: int, layer: Layer) -> QTensor:
     """w [e, k, n] quantized for a product that sums over `axis`."""
-    axes = (1, 2) if quantizer.scope == "tensor" else (axis,)
-    return reference.quantize(w, axes, quantizer.dtype)
+    axes, sharding = (1, 2) if quantizer.scope == "tensor" else (axis,), layer.sharding
+
+    def step(w):
+        absmax = reference.absolute_maximum(w, axes)
+        absmax = sharding.maximum(absmax, *(sharding.w[axis] for axis in axes))
+        return reference.quantize_by(w, absmax, quantizer.dtype)
+
+    scale = Spec(() if i in axes else each for i, each in enumerate(sharding.w))
+    return sharding.map_shards(step, (w,), (sharding.w,), quantized_specs(sharding.w, scale))
 
 
 def _transposed(q: QTensor) -> QTensor:
@@ -154,46 +146,87 @@ def _transposed(q: QTensor) -> QTensor:
 # --- the products -------------------------------------------------------------------------------------
 
 
-def output(
-    x: jax.Array | QTensor, w: Operand, group_sizes: jax.Array, layer: ExpertLayer
-) -> jax.Array:
+def output(x: jax.Array | QTensor, w: Operand, group_sizes: jax.Array, layer: Layer) -> jax.Array:
     """``y = x w[expert of a row]``: [m, n] in the layer's `out_dtype`."""
     b, axis = _forward_weight(w, layer)
-    return _multiply(x, b, group_sizes, None, axis=axis, out_dtype=layer.out_dtype, layer=layer)
+    transposed = axis == 2
+    return _multiply(x, b, group_sizes, None, axis=axis, transposed=transposed, layer=layer)
 
 
 def input_gradient(
     g: jax.Array | QTensor,
     w: Operand,
     group_sizes: jax.Array,
-    layer: ExpertLayer,
+    layer: Layer,
     addend: jax.Array | None = None,
 ) -> jax.Array:
     """``dx = g w[expert of a row]T + addend``: [m, k] in the layer's dtype."""
     b, axis = _backward_weight(w, layer)
-    return _multiply(g, b, group_sizes, addend, axis=axis, out_dtype=layer.dtype, layer=layer)
+    transposed = axis == 1
+    return _multiply(g, b, group_sizes, addend, axis=axis, transposed=transposed, layer=layer)
 
 
-def _multiply(a, b, group_sizes, addend, *, axis, out_dtype, layer: ExpertLayer) -> jax.Array:
-    options: dict[str, Any] = {"axis": axis, "out_dtype": out_dtype}
+def _multiply(a, b, group_sizes, addend, *, axis: int, transposed: bool, layer: Layer) -> jax.Array:
+    """The forward product if ``transposed == (axis == 2)``, otherwise the input gradient.
+
+    `transposed` tells that b is [e, n, k], and `axis` which of its axes the product sums over.
+    """
+    sharding, forward = layer.sharding, transposed == (axis == 2)
+    (e, k, n), x, y = sharding.w, sharding.x, sharding.y
+    a_spec, out_spec = (x, y) if forward else (y, x)
+    options: dict[str, Any] = {"axis": axis}
+    options["out_dtype"] = layer.out_dtype if forward else layer.dtype
     if not isinstance(a, QTensor):
         options["precision"] = layer.precision
     options["implementation"] = _implementation(a, layer)
-    return dispatch.run("ragged_matmul", a, b, group_sizes, addend, **options)
+    b_spec = _specs(b, Spec((e, n, k) if transposed else (e, k, n)))
+    assert addend is None or sharding.mesh is None, "`gated_mlp` has no layout"
+
+    def step(a, b, group_sizes, addend):
+        b, sizes = sharding.gather(b, b_spec), sharding.own_rows(group_sizes, a)
+        y = dispatch.run("ragged_matmul", a, b, sizes, addend, **options)
+        return sharding.sum(y, a_spec[-1])
+
+    specs = _specs(a, a_spec), b_spec, Spec(((),)), out_spec
+    return sharding.map_shards(step, (a, b, group_sizes, addend), specs, out_spec)
+
+
+def _specs(array: jax.Array | QTensor, spec: Spec) -> Any:
+    return specs_of(array, spec) if isinstance(array, QTensor) else spec
 
 
 def weight_gradients(
-    x: jax.Array, gs: tuple[jax.Array, ...], group_sizes: jax.Array, layers: tuple[ExpertLayer, ...]
+    x: jax.Array, gs: tuple[jax.Array, ...], group_sizes: jax.Array, layers: tuple[Layer, ...]
 ) -> tuple[jax.Array | None, ...]:
     """``xT g`` over the rows of each expert, for each g; None for a quantized weight.
 
     `layers` have one recipe, and weights of one shape. Where rotations do not pay, a recipe that quantizes
     this product computes it in the dtype of x.
     """
-    dtypes = {layer.w_dtype for layer in layers} - {None}
-    if not dtypes:
+    if not any(layer.w_dtype for layer in layers):
         return (None,) * len(layers)
+    sharding = layers[0].sharding
+
+    def step(x, gs, group_sizes):
+        dws = _sums_over_rows(x, gs, sharding.own_rows(group_sizes, x), layers)
+        return tuple(
+            None if dw is None else sharding.scatter_sum(dw).astype(layer.w_dtype)
+            for dw, layer in zip(dws, layers)
+        )
+
     gs = tuple(g.astype(x.dtype) for g in gs)
+    specs = sharding.x, (sharding.y,) * len(gs), Spec(((),))
+    out_specs = tuple(layer.w_dtype and sharding.w for layer in layers)
+    return sharding.map_shards(step, (x, gs, group_sizes), specs, out_specs)
+
+
+def _sums_over_rows(x, gs, group_sizes, layers: tuple[Layer, ...]) -> tuple:
+    """The weight gradients of these rows, in the dtype in which devices add them."""
+    sharding = layers[0].sharding
+    sharded = sharding.sharded_axes(sharding.token_axes)
+    reduce_dtype = sharding.reduce_dtype if sharded else None
+    w_dtypes = [layer.w_dtype and (reduce_dtype or layer.w_dtype) for layer in layers]
+    dtypes = {*w_dtypes} - {None}
     options: dict[str, Any] = {"implementation": _implementation(x, layers[0])}
     product, shape = layers[0].recipe.wgrad, (x.shape[1], gs[0].shape[1])
     pays = len(x) >= len(group_sizes) * LEAST_ROWS and auto.rotations_pay(shape)
@@ -210,24 +243,20 @@ def weight_gradients(
         slow = layers[0].implementation is None and targets.platform() == "gpu"
         if not slow or dispatch.choose(operation, *arrays, **rotated, **options) == "mosaic_gpu":
             dws = dispatch.run(operation, *arrays, **rotated, **options)
-            pairs = zip(dws, layers, strict=True)
-            return tuple(dw.astype(layer.w_dtype) if layer.w_dtype else None for dw, layer in pairs)
+            return tuple(dw.astype(of) if of else None for dw, of in zip(dws, w_dtypes))
     options["precision"] = layers[0].precision
     run = partial(dispatch.run, "ragged_weight_gradient", x, **options)
-    return tuple(
-        run(g, group_sizes, out_dtype=layer.w_dtype) if layer.w_dtype else None
-        for g, layer in zip(gs, layers, strict=True)
-    )
+    return tuple(run(g, group_sizes, out_dtype=of) if of else None for g, of in zip(gs, w_dtypes))
 
 
-def _implementation(a: jax.Array | QTensor, layer: ExpertLayer) -> str | None:
+def _implementation(a: jax.Array | QTensor, layer: Layer) -> str | None:
     """XLA multiplies float32, also if a layer names kernels for its quantized products."""
     if isinstance(a, QTensor) or a.dtype.itemsize == 2:
         return layer.implementation
     return "xla"
 
 
-def exact_output(x: jax.Array, w: Any, group_sizes: jax.Array, layer: ExpertLayer) -> jax.Array:
+def exact_output(x: jax.Array, w: Any, group_sizes: jax.Array, layer: Layer) -> jax.Array:
     """y without quantization, which JAX differentiates."""
     w = _transposed(w) if isinstance(w, QTensor) else w
     w = reference.dequantize(w, layer.dtype) if isinstance(w, QTensor) else w.astype(layer.dtype)

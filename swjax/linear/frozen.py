@@ -4,11 +4,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-from jax.extend import core
 
 from swjax.kernels.reference import QTensor
 from swjax.linear.api import quantize_weight
@@ -27,11 +25,11 @@ class FrozenWeight:
     """A parameter as the matrix that its only kind of product reads; `swjax.quantized(...).freeze` makes it.
 
     Attributes:
-      values: int8 or fp8 [*stack, n, k], the transpose of each matrix.
-      scale: float32 [*stack, 1, 1], or [*stack, n, 1] if the recipe has one scale per output channel.
+      values: int8 or fp8 [*stack, *experts, n, k], the transpose of each matrix.
+      scale: float32 [..., 1, 1], or [..., n, 1] if the recipe has one scale per output channel.
       shape, dtype: of the parameter.
       recipe: recipe of the product.
-      reading: how the program makes matrices of the parameter, see `reading_of`.
+      reading: how the program makes matrices of the parameter: `str` of a `Reading`.
     """
 
     values: jax.Array
@@ -56,39 +54,50 @@ class FrozenWeight:
         return QTensor(self.values, self.scale)
 
 
-def reading_of(moves: Sequence[Any], contracted: Sequence[int]) -> str:
-    """Describes the moves of a parameter to its product, which sums over these axes of the result."""
-    described = [
-        m if m is SLICE else f"{m.primitive.name}{sorted((k, str(v)) for k, v in m.params.items())}"
-        for m in moves
-    ]
-    return "; ".join([*described, f"contracted {tuple(contracted)}"])
+class Reading(NamedTuple):
+    """How a product reads a parameter.
 
-
-def freeze(
-    w: jax.Array, moves: Sequence[core.JaxprEqn | str], contracted: Sequence[int], recipe: Recipe
-) -> FrozenWeight:
-    """Quantizes a parameter for its product.
-
-    Args:
-      w: the parameter.
+    Attributes:
       moves: the equations that move its elements, and `SLICE`s.
       contracted: the axes that the product sums over, after the moves, in the order of k.
-      recipe: recipe of the product.
+      batch: the axes of experts, each of which has a matrix.
+    """
+
+    moves: tuple[Any, ...]
+    contracted: tuple[int, ...]
+    batch: tuple[int, ...]
+
+    def __str__(self) -> str:
+        """Equal for readings that make the same matrices."""
+        moves = [
+            str(m)
+            if m is SLICE
+            else f"{m.primitive.name}{sorted((k, str(v)) for k, v in m.params.items())}"
+            for m in self.moves
+        ]
+        return "; ".join([*moves, f"contracted {self.contracted}, batch {self.batch}"])
+
+
+def freeze(w: jax.Array, reading: Reading, recipe: Recipe) -> FrozenWeight:
+    """Quantizes a parameter for its product.
 
     Raises:
       ValueError: the recipe's forward product reads the weight itself, see `swjax.quantize_weight`.
     """
+    _, contracted, batch = reading
 
-    def matrix(w):
-        columns = [axis for axis in range(w.ndim) if axis not in contracted]
-        k = [w.shape[axis] for axis in contracted]
-        w = w.transpose(*contracted, *columns).reshape(math.prod(k), -1)
-        return quantize_weight(w, recipe)
+    def matrices(w):
+        columns = [axis for axis in range(w.ndim) if axis not in {*contracted, *batch}]
+        sizes = [w.shape[axis] for axis in (*batch, *contracted)]
+        k = math.prod(sizes[len(batch) :])
+        w = w.transpose(*batch, *contracted, *columns).reshape(*sizes[: len(batch)], k, -1)
+        quantize: Callable = partial(quantize_weight, recipe=recipe)
+        for _ in batch:
+            quantize = jax.vmap(quantize)
+        return quantize(w)
 
-    q = jax.jit(partial(_after, moves, matrix))(w)
-    like = tuple(w.shape), jnp.dtype(w.dtype)
-    return FrozenWeight(q.values, q.scale, *like, recipe, reading_of(moves, contracted))
+    q = jax.jit(partial(_after, reading.moves, matrices))(w)
+    return FrozenWeight(q.values, q.scale, tuple(w.shape), w.dtype, recipe, str(reading))
 
 
 def _after(moves: Sequence[Any], then: Callable, w: jax.Array) -> Any:

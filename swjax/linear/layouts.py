@@ -43,11 +43,12 @@ class Layout:
         inside a user's `jax.shard_map`, where JAX sums the gradient.
       reduce_later: whether devices with the same shard of w keep the gradient of their own tokens. Use it for
         stacks of layers, whose gradients `swjax.nnx.split_stack` or `swjax.linear.sharding.reduced`
-        all-reduces at once.
+        all-reduces at once. Not for ragged products.
+      experts: PartitionSpec of the axes of experts of a weight [*experts, k, n].
 
     Raises:
-      ValueError: w or tokens is not a PartitionSpec, w has more than two entries, or reduce_dtype has another
-        value.
+      ValueError: w, tokens or experts is not a PartitionSpec, w has more than two entries, or reduce_dtype
+        has another value.
 
     >>> Layout(P("fsdp", "tensor"), reduce_dtype="bfloat16").tokens
     P(('data', 'fsdp'),)
@@ -57,9 +58,11 @@ class Layout:
     tokens: P = TOKENS
     reduce_dtype: str | None = None
     reduce_later: bool = False
+    experts: P = field(default=P())
 
     def __post_init__(self) -> None:
-        for name, spec in {"w": self.w, "tokens": self.tokens}.items():
+        specs = {"w": self.w, "tokens": self.tokens, "experts": self.experts}
+        for name, spec in specs.items():
             if not isinstance(spec, P):  # the letters of a string would be unknown axes
                 raise ValueError(
                     f"Layout's {name} must be a jax.sharding.PartitionSpec, got {spec!r}: pass P(...)"
@@ -156,10 +159,11 @@ def partition_spec(spec: Spec) -> P:
 def fitting_spec(spec: P, shape: tuple[int, ...], mesh: AbstractMesh) -> Spec:
     """Converts a partition spec to a `Spec` of this rank, without axes that are missing or do not divide."""
     entries = (*spec, *(None,) * len(shape))[: len(shape)]
-    return Spec(_fit(entry, size, mesh) for entry, size in zip(entries, shape))
+    return Spec(fit_axes(entry, size, mesh) for entry, size in zip(entries, shape))
 
 
-def _fit(entry, size: int, mesh: AbstractMesh) -> Axes:
+def fit_axes(entry: Any, size: int, mesh: AbstractMesh) -> Axes:
+    """The mesh axes of one entry of a PartitionSpec that can shard a dimension of this size."""
     names = (entry,) if isinstance(entry, str) else entry if isinstance(entry, tuple) else ()
     axes = tuple(name for name in names if name in free_axes(mesh))
     while size % device_count(mesh, axes):

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from swjax import recipes
 from swjax.linear.contraction import dot_general
-from swjax.linear.conversion import TAKES_NONE, UNMATCHED, Matrix
+from swjax.linear.conversion import TAKES_NONE, UNMATCHED, Matrix, warn_if_only_kept
 from swjax.linear.frozen import FrozenWeight, freeze
 from swjax.linear.layouts import TOKENS, known_spec
 from swjax.linear.program_plan import Choice, Origin, Planner
@@ -27,8 +27,6 @@ from swjax.linear.program_run import Plan, run
 from swjax.recipes import Recipe
 
 _ARRAYS = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct | FrozenWeight
-
-_LAST = ("head", "output", "router", "gate", "embedding")  # a conversion of only these is a mistake
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ class Quantized:
 
         Returns:
           `params`, in which parameters that only products with a recipe read are `FrozenWeight`s: 8-bit
-          [*stack, n, k], a quarter of the bytes of float32. Others, such as experts, are unchanged.
+          [*stack, *experts, n, k], a quarter of the bytes of float32. Others are unchanged.
 
         Raises:
           ValueError: no such parameter matches, or a recipe needs the weight itself.
@@ -87,8 +85,8 @@ class Quantized:
             recipe, w = planner.choices[path].recipe, named[path]
             alone = path not in planner.used and len(readings) == 1
             if recipe and alone and re.fullmatch(only, path) and not _is_frozen(w):
-                ((moves, contracted),) = readings.values()
-                frozen[path] = freeze(w, moves, contracted, recipe)
+                (reading,) = readings.values()
+                frozen[path] = freeze(w, reading, recipe)
         if not frozen:
             raise ValueError(
                 f"freeze needs a parameter that matches {only!r} and that one kind of product with a recipe "
@@ -131,9 +129,12 @@ class _Program(NamedTuple):
         plan = planner.plan(self.jaxpr, origins)
         planner.used |= {path for origin in plan.origins if origin for path in origin.paths}
         for path, w in self.parameters:
-            if isinstance(w, FrozenWeight) and path in {*planner.used} - {*planner.readings}:
+            if not isinstance(w, FrozenWeight) or path not in {*planner.used, *planner.readings}:
+                continue
+            read = planner.choices[path].recipe, {*planner.readings.get(path, ())}
+            if path in planner.used or read != (w.recipe, {w.reading}):
                 raise ValueError(
-                    f"the frozen parameter {path!r} is read by no product with a recipe: freeze the "
+                    f"the parameter {path!r} was frozen for another product or recipe: freeze the "
                     "parameters with this function and these rules"
                 )
         return plan
@@ -350,13 +351,14 @@ def _kept(name: str) -> Choice:
 
 def _warn(planner: Planner) -> None:
     """Warns if no product follows a recipe, or only those of routers, embeddings and heads."""
+    report = "print the report of swjax.quantized"
     paths = [product.path for product in planner.products if product.recipe]
-    if not all(recipes.kept_kind(path) in _LAST for path in paths):
+    warn_if_only_kept(paths, report)
+    if paths:
         return
-    message = f"rules quantize only {paths[0]!r}, a router, an embedding or a head" if paths else ""
-    for product in planner.products if not paths else ():
+    message = "rules quantize nothing, no product has a parameter of the first argument"
+    for product in planner.products:
         if product.path:
             message = f"rules quantize nothing; {product.path!r} stays, because: {product.reason}"
             break
-    message = message or "rules quantize nothing, no product has a parameter of the first argument"
-    warnings.warn(f"{message}; print the report of swjax.quantized", stacklevel=3)
+    warnings.warn(f"{message}; {report}", stacklevel=3)

@@ -11,7 +11,7 @@ from jax.extend import core
 from jax.sharding import PartitionSpec as P
 
 from swjax.linear.conversion import NO_LAYOUT
-from swjax.linear.frozen import SLICE, reading_of
+from swjax.linear.frozen import SLICE, Reading
 from swjax.linear.layouts import TOKENS, Layout, layout_of_kernel
 from swjax.linear.program_report import ProgramReport, TracedProduct, equation_of, unsupported
 from swjax.linear.program_run import (
@@ -77,8 +77,7 @@ class Planner:
       tokens: how meshes of type Auto shard activations, see `swjax.Layout`.
       groups: whether to compile other operations in groups, see `Plan.grouped`.
       products: what the programs multiply, in order.
-      readings: {path of a parameter: {how a product reads it: (moves, contracted axes)}}; of products that
-        follow a recipe.
+      readings: {path of a parameter: {`str` of a reading: the reading}}, of products that follow a recipe.
       used: the parameters that something else reads.
     """
 
@@ -93,7 +92,7 @@ class Planner:
         self.choices, self.implementation = choices, implementation
         self.specs, self.tokens, self.groups = specs, tokens, groups
         self.products = ProgramReport()
-        self.readings: dict[str, dict[str, tuple[tuple, tuple[int, ...]]]] = {}
+        self.readings: dict[str, dict[str, Reading]] = {}
         self.used: set[str] = set()
         self._results: dict[tuple, Callable] = {}
         self._groups: dict[tuple, Callable] = {}
@@ -183,9 +182,10 @@ class Planner:
             choice = self.choices[origin.paths[0]]
             reason = choice.reason
         layout, order = None, tuple(range(len(contracted)))
+        experts = groups or tuple(dimension_numbers[1][at])
         if choice.recipe is not None and origin is not None and origin.paths[0] in self.specs:
-            if not ragged and origin.spec is not None:
-                axes = dimension_numbers[0][at], dimension_numbers[1][at]
+            if origin.spec is not None:
+                axes = dimension_numbers[0][at], experts
                 layout, order = self._layout(origin.spec, *axes)
             reason = "" if layout else NO_LAYOUT
         product = TracedProduct(
@@ -209,34 +209,31 @@ class Planner:
             recipe=choice.recipe,
             implementation=self.implementation,
             at=at,
+            layout=layout,
         )
         contracted = tuple(dimension_numbers[0][at][i] for i in order)
-        if ragged or dimension_numbers[1][at] or origin.moves is None:
+        if origin.moves is None:
             self._note_used([origin])
         else:
-            reading = reading_of(origin.moves, contracted)
-            read = self.readings.setdefault(origin.paths[0], {})
-            read[reading] = origin.moves, contracted
-            execute = partial(execute, reading=reading)
-        if not ragged:
-            execute = partial(execute, layout=layout, order=order)
-        return Step(execute, eqn)
+            reading = Reading(origin.moves, contracted, experts)
+            self.readings.setdefault(origin.paths[0], {})[str(reading)] = reading
+        return Step(execute if ragged else partial(execute, order=order), eqn)
 
     def _layout(
-        self, spec: tuple, contracted: Sequence[int], batch: Sequence[int]
+        self, spec: tuple, contracted: Sequence[int], experts: Sequence[int]
     ) -> tuple[Layout | None, tuple[int, ...]]:
         """The layout of a product with a parameter, and an order of contracted axes, the sharded ones first.
 
-        It is None for experts, or if other axes than the first of k and of n are sharded.
+        It is None if other axes than those of experts and the first of k and of n are sharded.
         """
         order = tuple(sorted(range(len(contracted)), key=lambda i: spec[contracted[i]] is None))
-        if batch:
-            return None, order
-        others = [axis for axis in range(len(spec)) if axis not in contracted]
-        from_end = lambda axes: [axis - len(spec) for axis in axes]
+        matrix = [axis for axis in range(len(spec)) if axis not in experts]
+        from_end = lambda axes: [matrix.index(axis) - len(matrix) for axis in axes]
         rows = from_end([contracted[i] for i in order])
-        layout = layout_of_kernel(P(*spec), len(spec), rows, from_end(others))
-        return layout and replace(layout, tokens=self.tokens), order
+        columns = from_end([axis for axis in matrix if axis not in contracted])
+        layout = layout_of_kernel(P(*(spec[i] for i in matrix)), len(matrix), rows, columns)
+        of_experts = P(*(spec[axis] for axis in experts))
+        return layout and replace(layout, tokens=self.tokens, experts=of_experts), order
 
     def _call(self, eqn, found: Origins, repeats: int, opaque: str) -> tuple[Step, Origins]:
         """Plans an operation that runs other jaxprs."""

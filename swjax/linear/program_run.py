@@ -11,6 +11,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.extend import core
 from jax.sharding import Sharding
 
@@ -183,7 +184,7 @@ def _description(eqns, invars, outvars) -> tuple:
 
     def of_atom(atom):
         if isinstance(atom, core.Literal):
-            return atom.aval, repr(atom.val)
+            return atom.aval, np.asarray(atom.val).tobytes()
         return number[atom]
 
     def of_parameter(value):
@@ -240,13 +241,11 @@ def multiply(
     at: int,
     layout: Layout | None,
     order: Sequence[int],
-    reading: str = "",
 ) -> tuple[Arrays, Arrays]:
     """Computes a `dot_general`, whose operand `at` is a parameter, by a recipe.
 
-    `order` is that of the contracted axes in the matrix of `layout`, `reading` that of `FrozenWeight`.
+    `order` is that of the contracted axes in the matrix of `layout`.
     """
-    like: Any = step.eqn.outvars[0].aval
     params = step.eqn.params
     x, w = values[1 - at], stored[at]
     contracted, batch = params["dimension_numbers"]
@@ -254,16 +253,15 @@ def multiply(
         contracted, batch = contracted[::-1], batch[::-1]
     contracted = tuple(tuple(axes[i] for i in order) for axes in contracted)
     if isinstance(w, FrozenWeight):
-        if (w.recipe, w.reading) != (recipe, reading):
-            raise ValueError(
-                f"the parameter {product.path!r} was frozen for another product or recipe than "
-                f"{product.equation}: freeze the parameters with this function and these rules"
-            )
-        shape = step.eqn.invars[at].aval.shape
-        columns = [size for axis, size in enumerate(shape) if axis not in contracted[1]]
-        sizes = [*columns, *(shape[axis] for axis in contracted[1])]
-        scale = w.scale if w.scale.size == 1 else w.scale.reshape(*columns, *(1,) * len(order))
-        w = QTensor(w.values.reshape(sizes), scale)
+        q, shape = w.matrix, step.eqn.invars[at].aval.shape
+        experts = [shape[axis] for axis in batch[1]]
+        used = {*contracted[1], *batch[1]}
+        columns = [size for axis, size in enumerate(shape) if axis not in used]
+        sizes = [*experts, *columns, *(shape[axis] for axis in contracted[1])]
+        scale = q.scale
+        if scale.shape[-2] > 1:
+            scale = scale.reshape(*experts, *columns, *(1,) * len(order))
+        w = QTensor(q.values.reshape(sizes), scale)
     options = {key: params[key] for key in ("precision", "preferred_element_type")}
     try:
         product_of = partial(_product, recipe, implementation, layout, (contracted, batch))
@@ -273,16 +271,23 @@ def multiply(
     if at == 0:  # [*batch, *rows, *columns] to [*batch, *columns, *rows]
         first, columns = len(batch[0]), x.ndim - len(contracted[0])
         y = y.transpose(*range(first), *range(columns, y.ndim), *range(first, columns))
+    return [_like(y, step)], []
+
+
+def _like(y: jax.Array, step: Step) -> jax.Array:
+    """y with the dtype and the sharding of the result of an equation."""
+    like: Any = step.eqn.outvars[0].aval
     y, spec = y.astype(like.dtype), like.sharding.spec
-    return [y if jax.typeof(y).sharding.spec == spec else jax.reshard(y, spec)], []
+    return y if jax.typeof(y).sharding.spec == spec else jax.reshard(y, spec)
 
 
 @cache
-def _ragged_product(recipe, implementation, precision, preferred) -> Callable:
+def _ragged_product(recipe, implementation, layout, precision, preferred) -> Callable:
     @jax.jit
     def quantized_product(x, w, group_sizes):
         options = {"recipe": recipe, "precision": precision, "out_dtype": preferred}
-        return ragged_switchback(x, w, group_sizes, implementation=implementation, **options)
+        options |= {"implementation": implementation, "layout": layout}
+        return ragged_switchback(x, w, group_sizes, **options)
 
     return quantized_product
 
@@ -296,9 +301,9 @@ def multiply_ragged(
     recipe: Recipe,
     implementation: str | None,
     at: int,
+    layout: Layout | None,
 ) -> tuple[Arrays, Arrays]:
     """Computes a `ragged_dot_general`, whose right operand is a parameter, by a recipe."""
-    like: Any = step.eqn.outvars[0].aval
     params, x, w = step.eqn.params, values[0], stored[1]
     dimension_numbers = params["ragged_dot_dimension_numbers"]
     (contracted, (k,)), (batch, _) = dimension_numbers.dot_dimension_numbers
@@ -306,16 +311,18 @@ def multiply_ragged(
         dimension_numbers.lhs_ragged_dimensions,
         dimension_numbers.rhs_group_dimensions,
     )
-    if at == 0 or batch or (x.ndim, w.ndim, len(groups)) != (2, 3, 1) or ragged == contracted:
+    ndims = tuple(atom.aval.ndim for atom in step.eqn.invars[:2])
+    if at == 0 or batch or (*ndims, len(groups)) != (2, 3, 1) or ragged == contracted:
         raise unsupported(product, "experts need x [m, k] and w [e, k, n]")
     (n,) = {0, 1, 2} - {k, *groups}
-    x, w = x.transpose(*ragged, *contracted), w.transpose(*groups, k, n)
+    x = x.transpose(*ragged, *contracted)
+    w = w.matrix if isinstance(w, FrozenWeight) else w.transpose(*groups, k, n)
     options = params["precision"], params["preferred_element_type"]
     try:
-        y = _ragged_product(recipe, implementation, *options)(x, w, values[2])
+        y = _ragged_product(recipe, implementation, layout, *options)(x, w, values[2])
     except ValueError as error:
         raise unsupported(product, error) from error
-    return [y.astype(like.dtype)], []
+    return [_like(y, step)], []
 
 
 # --- operations that run other jaxprs -----------------------------------------------------------------

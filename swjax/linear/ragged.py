@@ -1,5 +1,6 @@
 """`ragged_switchback` and `gated_ragged_mlp`: layers of experts, each of which multiplies its own rows."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,9 +11,10 @@ from swjax import recipes
 from swjax.kernels import dispatch
 from swjax.kernels.reference import QTensor
 from swjax.linear import experts, ragged_rules
-from swjax.linear.checks import check_activation
-from swjax.linear.experts import ExpertLayer
-from swjax.linear.sharding import vary_alike
+from swjax.linear.checks import check_activation, weight_array
+from swjax.linear.layer import Layer
+from swjax.linear.layouts import Layout, Spec
+from swjax.linear.sharding import Sharding, placed_weight, sharding_of_layer, vary_alike
 from swjax.recipes import Recipe
 
 
@@ -25,6 +27,7 @@ def ragged_switchback(
     out_dtype: jax.typing.DTypeLike | None = None,
     precision: jax.lax.PrecisionLike = None,
     implementation: str | None = None,
+    layout: Layout | None = None,
 ) -> jax.Array:
     """`jax.lax.ragged_dot` with quantized products, forward and backward: the linear layer of experts.
 
@@ -50,6 +53,9 @@ def ragged_switchback(
       out_dtype: dtype of y; None uses the dtype of x.
       precision: precision of the products without quantization, see `jax.lax.dot_general`.
       implementation: see `swjax.switchback`; None chooses.
+      layout: shardings on meshes with axes of type Auto, see `swjax.Layout`. The axes of its tokens and of
+        its experts shard the rows, if their devices divide m. Each device multiplies its own rows, and
+        gathers the weights of all experts in 8 bits over these axes.
 
     Returns:
       y: [m, n] in `out_dtype`.
@@ -64,8 +70,11 @@ def ragged_switchback(
     """
     settings = _settings(recipe, precision, implementation)
     experts.check("ragged_switchback", x, w, group_sizes, settings["recipe"])
-    layer = _layer(x, w, out_dtype=out_dtype, **settings)
-    return ragged_rules.ragged(*vary_alike(x, w, group_sizes), layer)
+    sharding = replace(sharding_of_layer(x, weight_array(w), layout), reduce_later=False)
+    layer = _layer(x, w, sharding, out_dtype=out_dtype, **settings)
+    rows, sizes = sharding.place(x, sharding.x), sharding.place(group_sizes, Spec(((),)))
+    w, _ = placed_weight(w, None, sharding)
+    return ragged_rules.ragged(*vary_alike(rows, w, sizes), layer)
 
 
 def gated_ragged_mlp(
@@ -119,7 +128,10 @@ def gated_ragged_mlp(
     hidden = jax.ShapeDtypeStruct((len(x), experts.shape_of(w_up)[2]), x.dtype)
     check(hidden, w_down, group_sizes, settings["recipe"])
     ws = w_gate, w_up, w_down
-    layers = ragged_rules.MLPLayers(*(_layer(x, w, out_dtype=None, **settings) for w in ws))
+    sharding = Sharding(None, ((),), w=Spec(((),) * 3))
+    layers = ragged_rules.MLPLayers(
+        *(_layer(x, w, sharding, out_dtype=None, **settings) for w in ws)
+    )
     return ragged_rules.gated_mlp(*vary_alike(x, ws, group_sizes), layers, activation)
 
 
@@ -132,8 +144,9 @@ def _settings(recipe: str | Recipe, precision: Any, implementation: str | None) 
     }
 
 
-def _layer(x, w, *, out_dtype, **settings: Any) -> ExpertLayer:
-    return ExpertLayer(
+def _layer(x, w, sharding: Sharding, *, out_dtype, **settings: Any) -> Layer:
+    return Layer(
+        sharding=sharding,
         dtype=x.dtype.name,
         out_dtype=jnp.dtype(x.dtype if out_dtype is None else out_dtype).name,
         w_dtype=None if isinstance(w, QTensor) else w.dtype.name,

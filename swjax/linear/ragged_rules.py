@@ -11,22 +11,21 @@ from swjax.kernels import dispatch
 from swjax.kernels.gated.reference import gated
 from swjax.kernels.reference import QTensor, dequantize
 from swjax.linear import experts
-from swjax.linear.experts import ExpertLayer
 from swjax.linear.interception import without_interception
-from swjax.linear.layer import Operand, name_for_checkpoint
+from swjax.linear.layer import Layer, Operand, name_for_checkpoint
 from swjax.linear.rules import differentiated_as
 
 # --- one layer ----------------------------------------------------------------------------------------
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
-def ragged(x: jax.Array, w: Any, group_sizes: jax.Array, layer: ExpertLayer) -> jax.Array:
+def ragged(x: jax.Array, w: Any, group_sizes: jax.Array, layer: Layer) -> jax.Array:
     """``x w[expert of a row]``; see `swjax.ragged_switchback`."""
     return _ragged_forward(x, w, group_sizes, layer)[0]
 
 
 @without_interception
-def _ragged_forward(x, w, group_sizes, layer: ExpertLayer):
+def _ragged_forward(x, w, group_sizes, layer: Layer):
     rows, weight, sizes = lax.stop_gradient((x, w, group_sizes))
     lhs, forms = _quantized_input(rows, layer), experts.forward_weight(weight, layer)
     y = experts.output(lhs, forms, sizes, layer)
@@ -37,7 +36,7 @@ def _ragged_forward(x, w, group_sizes, layer: ExpertLayer):
 
 
 @without_interception
-def _ragged_backward(layer: ExpertLayer, residuals, g):
+def _ragged_backward(layer: Layer, residuals, g):
     *inputs, _ = residuals
     (x, _, sizes, saved), constant = lax.stop_gradient((residuals, g))
     x, (w,) = _restored(x, saved, (layer,))
@@ -51,17 +50,17 @@ def _ragged_backward(layer: ExpertLayer, residuals, g):
 ragged.defvjp(_ragged_forward, _ragged_backward)
 
 
-def _quantized_input(x: jax.Array, layer: ExpertLayer) -> jax.Array | QTensor:
-    q = experts.quantize_rows(layer.recipe.fwd, x, layer)
+def _quantized_input(x: jax.Array, layer: Layer) -> jax.Array | QTensor:
+    q = experts.quantize_rows(layer.recipe.fwd, x, layer.sharding.x, layer)
     return name_for_checkpoint(q, "swjax_x") if layer.recipe.save_quantized else q
 
 
-def _quantized_gradient(g: jax.Array, layer: ExpertLayer) -> jax.Array | QTensor:
-    return experts.quantize_rows(layer.recipe.dgrad, g, layer)
+def _quantized_gradient(g: jax.Array, layer: Layer) -> jax.Array | QTensor:
+    return experts.quantize_rows(layer.recipe.dgrad, g, layer.sharding.y, layer)
 
 
 def _restored(
-    x: jax.Array, saved: tuple[Any, ...], layers: tuple[ExpertLayer, ...]
+    x: jax.Array, saved: tuple[Any, ...], layers: tuple[Layer, ...]
 ) -> tuple[jax.Array, list[Operand]]:
     """Returns the rows that the weight gradient reads, and the saved forms of the weights."""
     fwd, (rows, *ws) = layers[0].recipe.fwd, saved
@@ -71,7 +70,7 @@ def _restored(
     return x, ws
 
 
-def _exact(layer: ExpertLayer, x, w, group_sizes):
+def _exact(layer: Layer, x, w, group_sizes):
     return experts.exact_output(x, w, group_sizes, layer)
 
 
@@ -87,9 +86,9 @@ def _exact_gradients(exact, x, ws, group_sizes, g):
 class MLPLayers(NamedTuple):
     """The layers of `gated_mlp`. They have one recipe."""
 
-    gate: ExpertLayer
-    up: ExpertLayer
-    down: ExpertLayer
+    gate: Layer
+    up: Layer
+    down: Layer
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))

@@ -16,7 +16,8 @@ if it shards n    no other effect                   y is sharded, dx is all-redu
 dw                reduce-scattered                  stays sharded
 ================  ================================  ====================================================
 
-An axis that shards only tokens, "data", adds only the all-reduce of dw and of the bias gradient. Scales equal
+An axis that shards only tokens, "data", adds only the all-reduce of dw and of the bias gradient. In a ragged
+product, an axis that shards experts also shards the rows, so it has the role "fsdp". Scales equal
 those on one device, because absolute maxima are taken over all devices. Quantized values and unsharded
 products are therefore the same as on one device, with three exceptions. The block quantizer of a weight
 gradient uses blocks of each device's own tokens. A rotation mixes features of one device. A kernel that adds
@@ -35,6 +36,8 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
+from swjax.kernels.formats import QTensor
+from swjax.kernels.ragged.schedule import bounds
 from swjax.linear import gradient_sums
 from swjax.linear.layouts import (
     Axes,
@@ -42,9 +45,11 @@ from swjax.linear.layouts import (
     Spec,
     SpecTree,
     device_count,
+    fit_axes,
     fitting_spec,
     free_axes,
     partition_spec,
+    specs_of,
     union,
 )
 
@@ -57,7 +62,8 @@ class Sharding:
       mesh: the mesh; None means that nothing is sharded, and each step runs without a `jax.shard_map`.
       tokens: axes of the leading dimensions of x, y and g.
       k, n: axes of the last dimension of x and of y in the products.
-      w: axes of the stored w [k, n]: k and n, each followed by the axes over which w is gathered.
+      w: axes of the stored w [k, n]: k and n, each followed by the axes over which w is gathered; of
+        w [e, k, n] also those of the experts, over which it is gathered.
       reduce_dtype: dtype of sums of dw over devices; None uses the dtype of dw.
       reduce_later: whether `reduced` all-reduces dw.
       mapped: explicit axes that a surrounding `jax.vmap` maps over.
@@ -177,6 +183,16 @@ class Sharding:
                 gathered = _gather(gathered, axes, axis)
         return lax.bitcast_convert_type(gathered, w.dtype) if as_bytes else gathered
 
+    def own_rows(self, group_sizes: jax.Array, x: Any) -> jax.Array:
+        """The number of rows of each group among the rows of this device, its shard of x [m, k]."""
+        axes = self.sharded_axes(*self.tokens)
+        if not axes:
+            return group_sizes
+        rows = jax.tree.leaves(x)[0].shape[0]
+        ends = jnp.stack(bounds(group_sizes, rows * lax.axis_size(axes)))
+        starts, ends = jnp.clip(ends - rows * lax.axis_index(axes), 0, rows)
+        return ends - starts
+
     def scatter_sum(self, dw: jax.Array) -> jax.Array:
         """Sums dw [k, n] over the tokens of all devices, and returns this device's shard."""
         if self.mesh is None:
@@ -270,9 +286,9 @@ def _varying_axes(x: jax.Array) -> frozenset[str]:
 
 
 def sharding_of_layer(x: jax.Array, w: jax.Array, layout: Layout | None) -> Sharding:
-    """The sharding of a layer with x [..., k] and w [k, n]."""
+    """The sharding of a layer with x [..., k] and w [k, n], or of experts with x [m, k] and w [e, k, n]."""
     mesh = _mesh(x, w)
-    unsharded = Sharding(None, ((),) * (x.ndim - 1))
+    unsharded = Sharding(None, ((),) * (x.ndim - 1), w=Spec(((),) * w.ndim))
     if mesh is None:
         return unsharded
     if _is_explicit(mesh):
@@ -281,8 +297,33 @@ def sharding_of_layer(x: jax.Array, w: jax.Array, layout: Layout | None) -> Shar
         return unsharded
     else:
         x_spec = Spec((*fitting_spec(layout.tokens, x.shape[:-1], mesh), ()))
-        w_spec = fitting_spec(layout.w, w.shape, mesh)
-    return _of_specs(mesh, x_spec, w_spec, w.shape[0], layout)
+        experts = (*layout.experts, None)[: w.ndim - 2]
+        w_spec = fitting_spec(P(*experts, *layout.w), w.shape, mesh)
+    if w.ndim > 2:  # the axes that shard experts shard rows too
+        (rows, k), (experts, *matrix) = x_spec, w_spec
+        more = tuple(axis for axis in experts if axis not in (*rows, *k))
+        rows = fit_axes((*rows, *more), len(x), mesh)
+        experts = tuple(axis for axis in experts if axis in rows)
+        x_spec, w_spec = Spec((rows, k)), Spec((experts, *matrix))
+    return _of_specs(mesh, x_spec, w_spec, w.shape[-2], layout)
+
+
+def map_experts(linear: Callable, x: jax.Array, w: Any, layout: Layout | None) -> jax.Array:
+    """``linear(x, w)`` of x [*experts, ..., k] and w [*experts, k, n], on each device with its own experts.
+
+    Explicit meshes need no layout: a `jax.vmap` knows the axes that it maps over.
+    """
+    mesh = _mesh(x, *jax.tree.leaves(w))
+    if mesh is None or layout is None or _is_explicit(mesh):
+        return linear(x, w)
+    spec = fitting_spec(layout.experts, x.shape[: len(layout.experts)], mesh)
+    axes, specs = union(spec), partition_spec(spec)
+    if not axes:
+        return linear(x, w)
+    mapped = jax.shard_map(
+        linear, mesh=mesh, in_specs=specs, out_specs=specs, axis_names={*axes}, check_vma=False
+    )
+    return _vary(mapped(x, w), _varying((x, w)))
 
 
 def sharding_of_next(first: Sharding, w: jax.Array, layout: Layout | None) -> Sharding:
@@ -298,13 +339,13 @@ def sharding_of_next(first: Sharding, w: jax.Array, layout: Layout | None) -> Sh
 def _of_specs(mesh: AbstractMesh, x: Spec, w: Spec, k_size: int, layout: Layout | None) -> Sharding:
     *tokens, k = x
     together = union(tokens)
-    gathered = [tuple(a for a in axes if a in together) for axes in w]
-    split_k, split_n = (tuple(a for a in axes if a not in together) for axes in w)
+    *experts, gathered_k, gathered_n = [tuple(a for a in axes if a in together) for axes in w]
+    split_k, split_n = (tuple(a for a in axes if a not in together) for axes in w[-2:])
     # If x is sharded along k and w is not, slicing w like x is free.
     sliced = tuple(a for a in k if a not in split_n)
-    if not split_k and k_size % device_count(mesh, sliced + gathered[0]) == 0:
+    if not split_k and k_size % device_count(mesh, sliced + gathered_k) == 0:
         split_k = sliced
-    stored = Spec((split_k + gathered[0], split_n + gathered[1]))
+    stored = Spec((*experts, split_k + gathered_k, split_n + gathered_n))
     reduce = (layout.reduce_dtype, layout.reduce_later) if layout else (None, False)
     return Sharding(mesh, tuple(tokens), split_k, split_n, stored, *reduce, _mapped_axes(mesh))
 
@@ -344,6 +385,16 @@ def is_sharded(x: jax.Array, layout: Layout | None) -> bool:
     if mesh is None:
         return False
     return _is_explicit(mesh) or (layout is not None and not _has_one_device(mesh))
+
+
+def placed_weight(w: Any, bias: jax.Array | None, sharding: Sharding) -> tuple[Any, Any]:
+    """A weight, which may be quantized, and its bias, resharded as `Sharding.place` does."""
+    bias = sharding.place(bias, Spec((sharding.n,)))
+    if not isinstance(w, QTensor):
+        return sharding.place(w, sharding.w), bias
+    *experts, k, n = sharding.w
+    specs = specs_of(w, Spec((*experts, n, k)))
+    return QTensor(*(sharding.place(a, spec) for a, spec in zip(w, specs))), bias  # type: ignore[arg-type]  # no None
 
 
 # --- gradients of stacks ------------------------------------------------------------------------------
