@@ -174,12 +174,22 @@ def cache() -> Path:
     return (Path(os.environ.get("HF_HOME") or general) / "hub").expanduser()
 
 
+def snapshot_of(repository: str, revision: str = "main", kind: str = "models") -> Path:
+    """The folder of the cache for a revision of a repository, whether it exists or not.
+
+    Args:
+      repository: such as "google/siglip-base-patch16-224".
+      revision: branch, tag or commit.
+      kind: "models" or "datasets".
+    """
+    folder = cache() / f"{kind}--{repository.replace('/', '--')}"
+    commit = folder / "refs" / revision
+    return folder / "snapshots" / (commit.read_text().strip() if commit.is_file() else revision)
+
+
 def _cached(model: Model) -> Path | None:
     """The folder of the cache that holds all files of the model, or None."""
-    folder = cache() / f"models--{model.repository.replace('/', '--')}"
-    commit = folder / "refs" / model.revision
-    revision = commit.read_text().strip() if commit.is_file() else model.revision
-    snapshot = folder / "snapshots" / revision
+    snapshot = snapshot_of(model.repository, model.revision)
     for files in _FILES.values():
         weights = next(
             (snapshot / name for name in files.weights if (snapshot / name).is_file()), None
@@ -198,18 +208,17 @@ def _downloaded(model: Model, address: str) -> Path:
         raise ValueError(f"{_absent(model)}; {error}") from error
     from huggingface_hub import errors, hf_hub_download
 
-    if not _answers(os.environ.get("HF_ENDPOINT") or "https://huggingface.co"):
+    if not answers():
         raise ValueError(_absent(model))
 
     def get(name: str) -> Path:
-        offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
         path = hf_hub_download(
             model.repository,
             name,
             revision=model.revision,
             cache_dir=cache(),
             endpoint=os.environ.get("HF_ENDPOINT"),
-            local_files_only=offline,
+            local_files_only=is_offline(),
         )
         return Path(path)
 
@@ -245,14 +254,19 @@ def _downloaded(model: Model, address: str) -> Path:
     )
 
 
-def _answers(endpoint: str) -> bool:
+def is_offline() -> bool:
+    """Whether the environment forbids downloads."""
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+
+
+def answers() -> bool:
     """Whether a connection to the hub is possible: huggingface_hub tries for half a minute, with warnings."""
     if any(
         os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy")
     ):
         return True  # the proxy decides
     try:
-        url = urlsplit(endpoint)
+        url = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
         port = url.port or (443 if url.scheme == "https" else 80)
         with socket.create_connection((url.hostname or "", port), timeout=_SECONDS):
             return True
