@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from swjax.data import files
+from swjax.data import files, hub_cache
 from swjax.data.photographs import Photographs, Record, listed, named, texts
 from swjax.data.skipping import BadExample
 from swjax.packages import require
@@ -103,19 +103,15 @@ def _of_hub(repository: str, revision: str | None, config: str | None, split: st
     """Loads a split of a data set from Hugging Face's cache, or else from the hub."""
     import datasets
 
-    from swjax.interop import hub
-
     command = f"hf download {repository} --repo-type dataset"
     command += f" --revision {revision}" if revision else ""
-    remedy = (
-        f"where there is a network, run `{command}`, and copy Hugging Face's cache {hub.cache()}"
-    )
-    snapshot = hub.snapshot_of(repository, revision or "main", "datasets")
+    remedy = f"where there is a network, run `{command}`, and copy Hugging Face's cache {hub_cache.folder()}"
+    snapshot = hub_cache.snapshot(repository, revision or "main", "datasets")
     try:
         if snapshot.is_dir():
             _check_shards(snapshot, repository, remedy)
             return datasets.load_dataset(str(snapshot), config, split=split)
-        if hub.is_offline() or hub.answers():
+        if hub_cache.is_offline() or hub_cache.answers():
             return datasets.load_dataset(repository, config, split=split, revision=revision)
     except (
         OSError,
