@@ -233,7 +233,7 @@ def step(case: Case) -> Program:
     config.model.recipe, config.model.remat = case.recipe, case.remat
     config.optimizer.name = case.optimizer
     config.train.batch_size = case.batch
-    config.data.augment = False
+    config.data.augment.drawings = False
     cfg = setup.model_config(config)
     schedule = lambda count: jnp.float32(1e-4)
     optimizer = make_optimizer(config, schedule)

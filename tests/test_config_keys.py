@@ -24,7 +24,8 @@ def wrong_values(key: Key) -> list[str]:
     """Returns values of a wrong type, below and above the range, and not among the choices."""
     wrong = [*NO_NUMBERS.get(key.kind, ())]
     if key.kind is tuple and key.interval:
-        return ["100", "5,4", "0,3", "1,2,3", "1.5,2", "first,last", "1,inf"]
+        wrong = ["-1,2", "200,100", "first,last", "1,inf", "1,2,3", "1"]
+        return [*wrong, "" if key.default else "1.5,2"]
     if key.choices:
         wrong += [f"{key.choices[-1]}x", "no such choice"]
     if key.interval:

@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import tarfile
+import time
 
 import numpy as np
 import pytest
@@ -532,6 +533,60 @@ def test_the_format_of_a_hugging_face_data_set_does_not_matter(tmp_path):
     for name, options in formats.items():
         split.with_format(**options).save_to_disk(tmp_path / name)
         assert data.source("huggingface", str(tmp_path / name))[0]["captions"] == ("a", "b")
+
+
+@pytest.fixture
+def hub_cache(tmp_path, monkeypatch):
+    """Hugging Face's cache with own/pictures, as `hf download` leaves it: Parquet files, and no network."""
+    datasets = pytest.importorskip("datasets", reason='needs pip install "swjax[huggingface]"')
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "arrow")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_ENDPOINT", "http://localhost:1")
+    monkeypatch.chdir(tmp_path)
+    home = tmp_path / "hub" / "datasets--own--pictures"
+    snapshot = home / "snapshots" / "0123abc"
+    (home / "refs").mkdir(parents=True)
+    (home / "refs" / "main").write_text("0123abc")
+    for split, count in (("train", 4), ("test", 2)):
+        rows = {"image": [{"bytes": jpeg(n), "path": None} for n in range(count)],
+                "text": [f"{split} {n}" for n in range(count)]}  # fmt: skip
+        features = datasets.Features(image=datasets.Image(), text=datasets.Value("string"))
+        made = datasets.Dataset.from_dict(rows, features=features)
+        for shard in range(2):
+            path = snapshot / "data" / f"{split}-{shard:05d}-of-00002.parquet"
+            made.shard(2, shard).to_parquet(path)
+    return snapshot
+
+
+def test_hugging_face_data_set_by_name(hub_cache):
+    source = data.source("huggingface", "own/pictures/train")
+    source = pickle.loads(pickle.dumps(source))
+    assert [source[n]["captions"] for n in range(len(source))] == [
+        (f"train {n}",) for n in range(4)
+    ]
+    np.testing.assert_array_equal(source[1]["image"], Image.open(io.BytesIO(jpeg(1))))
+    part = data.source("huggingface", "own/pictures@0123abc/default/train[50%:]")
+    assert len(part) == 2 and part[0]["captions"] == ("train 2",)
+    assert data.fingerprint(source) != data.fingerprint(part)
+    with pytest.raises(ValueError, match=r'Unknown split "val". Should be one of'):
+        data.source("huggingface", "own/pictures/val")
+    (hub_cache / "data" / "train-00001-of-00002.parquet").unlink()  # half-downloaded
+    with pytest.raises(
+        ValueError, match="cache holds 1 of the 2 files data/train-.* of own/pictures"
+    ):
+        data.source("huggingface", "own/pictures/train")
+
+
+def test_a_hugging_face_data_set_that_is_absent_is_one_line(hub_cache, monkeypatch):
+    for revision, flag in (("", ""), ("@v2", " --revision v2")):
+        start = time.perf_counter()
+        with pytest.raises(ValueError, match="own/others is not in the cache") as error:
+            data.source("huggingface", f"own/others{revision}/train")
+        assert time.perf_counter() - start < 5 and "\n" not in str(error.value)
+        command = f"run `hf download own/others --repo-type dataset{flag}`, and copy"
+        assert command in str(error.value)
+    with pytest.raises(ValueError, match="'hub/pictures/train' contains no Hugging Face data set"):
+        data.source("huggingface", "hub/pictures/train")  # a mistyped path: there is a folder hub
 
 
 def test_hugging_face_needs_its_package(monkeypatch):

@@ -105,6 +105,10 @@ def parse(page: str, line: str) -> Iterator[Printed]:
             words = words[1:]
         if words[:1] in (["srun"], ["mpirun"]) and "python" in words:
             words = words[words.index("python") :]
+        if words[:2] == ["swjax", "train"]:
+            words = ["python", "train.py", *words[2:]]
+        if words and re.match(r"--config\.[a-z].*=", words[0]):  # keys to add to a command
+            words = ["python", "train.py", "--config=configs/common.py", "--workdir=r", *words]
         if words[:1] == ["swjax"]:
             words = ["python", "-m", *words]
         if len(words) > 1 and Path(words[0]).name in PROGRAMS:

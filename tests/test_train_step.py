@@ -80,7 +80,7 @@ def test_accumulation_gives_the_gradient_of_the_whole_batch(micro):
     results = []
     for parts in (1, 4):
         config = micro(
-            data__augment="false",
+            data__augment__drawings="false",
             diagnostics__features="true",
             model__recipe="standard",
             train__loss="sigmoid",

@@ -229,7 +229,7 @@ class Trainer:
         self.shape = optax.warmup_cosine_decay_schedule(start, 1.0, warmup, steps, end)
         self.corpus = jax.tree.map(jnp.asarray, corpus)
         side = str(cfg.vision.image_size)
-        pairs = [("data.image_size", side), ("data.augment", "true")]
+        pairs = [("data.image_size", side), ("data.augment.drawings", "true")]
         self.config = config_lib.load(f"{ROOT}/configs/openmoji.py", pairs)
         self.graphdef = nnx.graphdef(nnx.eval_shape(lambda: clip.CLIP(cfg, rngs=nnx.Rngs(0))))
         self.loss_and_grad = make_loss_and_grad(self.config, self.graphdef)

@@ -1,5 +1,6 @@
 """Image-text data: sources of examples, batches, tokenized captions and preprocessed pixels."""
 
+from swjax.data.augmentation import Augmentation
 from swjax.data.batches import loader
 from swjax.data.images import Fitting, preprocess, random_resized_crop
 from swjax.data.mixture import Mixture
@@ -9,6 +10,7 @@ from swjax.data.sources import Source, fingerprint, prepare, source, templates
 from swjax.data.tokenizer import check_tokenizer, tokenize
 
 __all__ = [
+    "Augmentation",
     "BadData",
     "Fitting",
     "LostProcess",

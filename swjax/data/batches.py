@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from swjax.data.augmentation import Augmentation
 from swjax.data.examples import EvalExample, TrainExample
 from swjax.data.images import SHORTEST, Fitting
 from swjax.data.memory import Memory
@@ -27,6 +28,7 @@ _CHUNKS_AHEAD = 4
 _MOST_EXAMPLES = 2**31 - 1  # labels are int32
 _PATIENCE = 10  # seconds that `close` waits for a chunk that is being loaded
 _CROPS = 4  # separates the random stream of captions and crops from the stream of the order
+_CROPPED = Augmentation()
 
 
 class Batches(Iterator):
@@ -170,6 +172,7 @@ def loader(
     tokenizer: str = "",
     image_size: int = 224,
     fitting: Fitting = SHORTEST,
+    augmentation: Augmentation = _CROPPED,
     process_index: int = 0,
     process_count: int = 1,
     workers: int = 0,
@@ -191,7 +194,7 @@ def loader(
     Args:
       source: examples by index.
       batch_size: examples per batch of this process.
-      seed: seed of the order, the captions and the crops.
+      seed: seed of the order, the captions, the crops and the augmentation.
       start_step: number of batches to skip.
       position: `position()` of an earlier loader, from which this loader continues. The number of processes
         and the batch size may differ. Not together with start_step.
@@ -200,6 +203,7 @@ def loader(
       tokenizer: see `swjax.data.tokenize`.
       image_size: pixels, height = width.
       fitting: how pictures of any shape become squares.
+      augmentation: how photographs change at random in training.
       process_index: index of this process, which takes every process_count-th example.
       process_count: number of processes that share the examples.
       workers: number of loader processes, at most one per core; 0 loads in threads. The processes are
@@ -214,7 +218,7 @@ def loader(
 
     Raises:
       ValueError: in training the source has fewer examples than a batch of all processes, an argument is out
-        of range, or the position belongs to another data set.
+        of range, the augmentation is not for drawings, or the position belongs to another data set.
       BadData: raised by the iterator if too many examples are unreadable.
       LostProcess: raised by the iterator if a loader process was killed.
 
@@ -250,6 +254,7 @@ def loader(
         return Batches(_iterate(rows, batch_size, batch_size, workers), skips)
     whole = batch_size * process_count
     check_batch_size(whole, len(source))
+    check_augmentation(augmentation, source)
     if position:
         state = Progress.of(position, len(source), *share)
     else:
@@ -257,7 +262,7 @@ def loader(
         state = Progress(len(source), process_count, start, batches=start_step)
     skips.read, skips.skipped = state.read, state.skipped
     shuffling = {"seed": seed, "shuffle": shuffle, "shards": shuffle_shards}
-    rows = _training(source, state, share, shuffling, **arrays)
+    rows = _training(source, state, share, shuffling, **arrays, augmentation=augmentation)
     chunks = _iterate(rows, min(batch_size, _CHUNK), batch_size, workers)
     return TrainBatches(chunks, skips, batch_size, state)
 
@@ -289,6 +294,17 @@ def check_batch_size(whole: int, examples: int) -> None:
         raise ValueError(
             f"a batch of {whole} is larger than the data set of {examples} examples: lower the "
             "batch size"
+        )
+
+
+def check_augmentation(augmentation: Augmentation, source: Source) -> None:
+    """Raises a ValueError if an augmentation other than the default is to change drawings."""
+    defaults = dataclasses.asdict(_CROPPED)
+    given = {k: v for k, v in dataclasses.asdict(augmentation).items() if v != defaults[k]}
+    if given and not source.photographs:
+        raise ValueError(
+            f"augmentation of photographs does not apply to drawings, got {given}: leave it out; drawings "
+            "are changed on the device"
         )
 
 

@@ -2,10 +2,12 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from swjax.data import decoding
+from swjax.data.augmentation import Augmentation
 from swjax.data.images import SHORTEST, Fitting, fit, random_fit
 from swjax.data.skipping import BadExample
 from swjax.data.sources import Source
@@ -113,7 +115,11 @@ def fault(source: Source, index: int, error: Exception) -> tuple[str, str]:
 
 
 class TrainExample(_Example):
-    """Reads an example with a random caption and, for photographs, a random crop."""
+    """Reads an example with a random caption and, for photographs, a random crop and random changes."""
+
+    def __init__(self, *args: Any, augmentation: Augmentation, **options: Any):
+        super().__init__(*args, **options)
+        self._augmentation = augmentation
 
     def __call__(self, index: int, rng: np.random.Generator) -> dict:
         """Returns the arrays of an example, and error: bytes, b"" without an error."""
@@ -122,7 +128,9 @@ class TrainExample(_Example):
             return captions[rng.integers(len(captions))]
 
         def cut(image, size, resize):
-            return random_fit(image, size, resize, rng, self._fitting)
+            how = self._augmentation
+            crop = random_fit(image, size, resize, rng, self._fitting, how.scale, how.ratio)
+            return how(crop, rng)
 
         if self._source.photographs:
             return self._photograph(index, cut, choose)

@@ -1,20 +1,27 @@
-"""Image-text pairs of a Hugging Face data set on disk (Arrow)."""
+"""Image-text pairs of a Hugging Face data set, by name or on disk (Arrow)."""
 
-import functools
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from swjax.data import files
+from swjax.data import files, hub_cache
 from swjax.data.photographs import Photographs, Record, listed, named, texts
 from swjax.data.skipping import BadExample
 from swjax.packages import require
 
+# OWNER/NAME[@REVISION][/CONFIG]/SPLIT
+_NAME = re.compile(
+    r"([\w-][\w.-]*/[\w-][\w.-]*)(?:@([\w.-]+))?(?:/([\w.-]+))?/([\w.-]+(?:\[[^\]]*\])?)"
+)
+_SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\b.*")
+
 
 class HuggingFace(Photographs):
-    """A data set that `datasets.Dataset.save_to_disk` wrote. Its citation is the attribution.
+    """A data set of the Hugging Face hub, or one that `datasets.Dataset.save_to_disk` wrote.
 
-    The class downloads nothing and runs no code of the data set.
+    Its citation is the attribution. The class runs no code of the data set.
     """
 
     def __init__(
@@ -23,26 +30,34 @@ class HuggingFace(Photographs):
         """Opens the data set.
 
         Args:
-          split: directory of the data set; for a saved `DatasetDict`, the directory of one split.
+          split: directory of the data set; for a saved `DatasetDict`, the directory of one split. Or a name,
+            OWNER/NAME[@REVISION][/CONFIG]/SPLIT, whose split may be a part such as train[:90%]. A named data
+            set is read from Hugging Face's cache, into which it is downloaded where there is a network.
           image_key: column of images, with the feature Image or with bytes.
           text_key: column with one caption or a list of captions; with several names, separated by ";", the
             first existing column.
 
         Raises:
-          ValueError: the data set or a column does not exist, or the data set has no rows.
+          ValueError: the data set or a column does not exist, the data set has no rows, or it is not in the
+            cache and cannot be downloaded.
           ModuleNotFoundError: the package datasets is not installed.
         """
         require("datasets", extra="huggingface")
         import datasets
 
         self._split = split
-        if not (Path(split) / "state.json").is_file():
+        name = _NAME.fullmatch(split)
+        if (Path(split) / "state.json").is_file():
+            rows = datasets.Dataset.load_from_disk(split)
+        elif name and not Path(name[1].partition("/")[0]).exists():
+            rows = _of_hub(*name.groups())
+        else:
             raise ValueError(
                 f"{split!r} contains no Hugging Face data set: give a directory that save_to_disk "
-                "wrote; for a DatasetDict, the directory of a split"
+                "wrote, for a DatasetDict that of a split, or a name, OWNER/NAME/SPLIT"
             )
         # A saved data set keeps its format, which may hide columns or return other types.
-        rows = datasets.Dataset.load_from_disk(split).with_format(None)
+        rows = rows.with_format(None)
         columns = list[str]()
         for key in (image_key, text_key):
             column = named(key, rows.column_names)
@@ -83,6 +98,43 @@ class HuggingFace(Photographs):
             raise BadExample(f"the image must be bytes, not {type(image).__name__}")
         return Record(image, texts(row[self._text_key]))
 
-    def __reduce__(self) -> tuple:
-        keys = dict(image_key=self._image_key, text_key=self._text_key)
-        return functools.partial(HuggingFace, **keys), (self._split,)
+
+def _of_hub(repository: str, revision: str | None, config: str | None, split: str) -> Any:
+    """Loads a split of a data set from Hugging Face's cache, or else from the hub."""
+    import datasets
+
+    command = f"hf download {repository} --repo-type dataset"
+    command += f" --revision {revision}" if revision else ""
+    remedy = f"where there is a network, run `{command}`, and copy Hugging Face's cache {hub_cache.folder()}"
+    snapshot = hub_cache.snapshot(repository, revision or "main", "datasets")
+    try:
+        if snapshot.is_dir():
+            _check_shards(snapshot, repository, remedy)
+            return datasets.load_dataset(str(snapshot), config, split=split)
+        if hub_cache.is_offline() or hub_cache.answers():
+            return datasets.load_dataset(repository, config, split=split, revision=revision)
+    except (
+        OSError,
+        datasets.exceptions.DatasetNotFoundError,
+    ) as error:  # of the network or the disk
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"the data set {repository} is not in the cache and cannot be downloaded "
+            f"({type(error).__name__}: {reason:.120}): check the name, or {remedy}"
+        ) from error
+    raise ValueError(f"the data set {repository} is not in the cache: {remedy}")
+
+
+def _check_shards(snapshot: Path, repository: str, remedy: str) -> None:
+    """Raises a ValueError if shards of a data set are missing, which `datasets` would leave out silently."""
+    shards: dict[tuple[str, int], int] = {}
+    for path in snapshot.rglob("*"):
+        found = _SHARD.fullmatch(path.relative_to(snapshot).as_posix())
+        if found and path.exists():  # not a link to a file that was removed
+            key = found[1], int(found[3])
+            shards[key] = shards.get(key, 0) + 1
+    for (start, count), have in sorted(shards.items()):
+        if have < count:
+            raise ValueError(
+                f"the cache holds {have} of the {count} files {start}-* of {repository}: {remedy}"
+            )

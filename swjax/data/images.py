@@ -17,7 +17,10 @@ from swjax.data.skipping import BadExample
 MEAN = (0.48145466, 0.4578275, 0.40821073)
 STD = (0.26862954, 0.26130258, 0.27577711)
 
-_SCALE = (0.85, 1.05)  # range of a drawing's size in training; 1 fills the image
+SCALE = (0.9, 1.0)  # default range of a crop's share of the picture's area
+RATIO = (3 / 4, 4 / 3)  # default range of its width / height
+
+_SIZES = (0.85, 1.05)  # range of a drawing's size in training; 1 fills the image
 _ASPECT = 0.05  # largest change of the natural logarithm of height / width
 _SHIFT = 0.5  # largest shift, as a share of the margin around the drawing, and at least
 _SHIFT_AT_LEAST = 0.04  # share of the image
@@ -70,7 +73,7 @@ def _augment(ink: jax.Array, key: jax.Array) -> jax.Array:
     """Scales, shifts and changes the contrast of drawings, each by its own random amounts."""
     b, size = ink.shape[:2]
     keys = jax.random.split(key, 4)
-    scale = jax.random.uniform(keys[0], (b, 1), jnp.float32, *_SCALE)
+    scale = jax.random.uniform(keys[0], (b, 1), jnp.float32, *_SIZES)
     aspect = jax.random.uniform(keys[1], (b, 1), jnp.float32, -_ASPECT, _ASPECT) / 2
     scale = scale * jnp.exp(jnp.concatenate([aspect, -aspect], axis=1))
     room = jnp.maximum(jnp.abs(1.0 - scale) * _SHIFT, _SHIFT_AT_LEAST)
@@ -166,24 +169,25 @@ def random_fit(
     resize: Callable[..., np.ndarray],
     rng: np.random.Generator,
     fitting: Fitting = SHORTEST,
+    scale: tuple[float, float] = SCALE,
+    ratio: tuple[float, float] = RATIO,
 ) -> np.ndarray:
     """Crops a random rectangle and fits it into a square, for training.
-
-    The rectangle has 90 % to 100 % of the picture's area. Its width / height is between 3/4 and 4/3 in mode
-    "shortest"; otherwise its shape differs from that of the picture by such a factor.
 
     Args:
       image, size, resize, fitting: see `fit`.
       rng: generator of the rectangle, and of the filter.
+      scale: see `random_resized_crop`.
+      ratio: the same; unless the mode is "shortest", relative to the shape of the picture.
 
     Returns:
       uint8 [size, size, 3 or 4].
     """
     height, width = image.shape[:2]
     if fitting.resize_mode == "shortest":
-        box = random_box(height, width, rng)
+        box = random_box(height, width, rng, scale, ratio)
     else:
-        rows, columns = random_box(_UNIT, _UNIT, rng)
+        rows, columns = random_box(_UNIT, _UNIT, rng, scale, ratio)
         box = _scaled(rows, height), _scaled(columns, width)
     if fitting.interpolation == "random":
         either = "bilinear" if rng.random() < 0.5 else "bicubic"
@@ -203,8 +207,8 @@ def random_resized_crop(
     image: np.ndarray,
     rng: np.random.Generator,
     size: int,
-    scale: tuple[float, float] = (0.9, 1.0),
-    ratio: tuple[float, float] = (3 / 4, 4 / 3),
+    scale: tuple[float, float] = SCALE,
+    ratio: tuple[float, float] = RATIO,
 ) -> np.ndarray:
     """Crops a random rectangle and resizes it to a square with an antialiased bicubic filter.
 
@@ -226,8 +230,8 @@ def random_box(
     height: int,
     width: int,
     rng: np.random.Generator,
-    scale: tuple[float, float] = (0.9, 1.0),
-    ratio: tuple[float, float] = (3 / 4, 4 / 3),
+    scale: tuple[float, float] = SCALE,
+    ratio: tuple[float, float] = RATIO,
 ) -> tuple[slice, slice]:
     """Returns the rows and columns of the rectangle for `random_resized_crop`."""
     smallest, largest = scale

@@ -76,7 +76,8 @@ def source(
     Args:
       name: emoji, icons, synthetic, tfds, webdataset, table, parquet, folders, huggingface or labelled.
       split: "train", "val" or "test". icons also has "test_sets" and "test_both"; tfds has the splits of the
-        builder. The other data sets expect the path of tars, a table, Parquet files or a folder.
+        builder. The other data sets expect the path of tars, a table, Parquet files or a folder; huggingface
+        also takes a name on the hub.
       data_dir: directory of prepared data sets.
       **options: emoji: task, config. icons: config, archive. synthetic: image_size, classes, examples. tfds:
         builder, image_key, text_key. folders: template. Others: image_key, text_key.

@@ -8,11 +8,10 @@ the package huggingface_hub downloads it into the cache.
 import contextlib
 import os
 import re
-import socket
 from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import urlsplit
 
+from swjax.data import hub_cache
 from swjax.interop import weight_files
 from swjax.packages import MissingPackage, require
 
@@ -110,7 +109,6 @@ _FILES = {
     ),
 }
 _NAME = re.compile(r"(hf-hub:)?([\w-][\w.-]*)/([\w-][\w.-]*?)(?:@([\w-][\w.-]*))?")
-_SECONDS = 10  # to connect
 _FILE = re.compile(r".*\.(safetensors|npz|bin|pt|pth|ckpt|json)")
 
 
@@ -165,20 +163,9 @@ def resolve(address: str | Path) -> Path:
     return _cached(model) or _downloaded(model, str(address))
 
 
-def cache() -> Path:
-    """The folder in which huggingface_hub keeps models."""
-    if os.environ.get("HF_HUB_CACHE"):
-        return Path(os.environ["HF_HUB_CACHE"]).expanduser()
-    general = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
-    return (Path(os.environ.get("HF_HOME") or general) / "hub").expanduser()
-
-
 def _cached(model: Model) -> Path | None:
     """The folder of the cache that holds all files of the model, or None."""
-    folder = cache() / f"models--{model.repository.replace('/', '--')}"
-    commit = folder / "refs" / model.revision
-    revision = commit.read_text().strip() if commit.is_file() else model.revision
-    snapshot = folder / "snapshots" / revision
+    snapshot = hub_cache.snapshot(model.repository, model.revision)
     for files in _FILES.values():
         weights = next(
             (snapshot / name for name in files.weights if (snapshot / name).is_file()), None
@@ -197,18 +184,17 @@ def _downloaded(model: Model, address: str) -> Path:
         raise ValueError(f"{_absent(model)}; {error}") from error
     from huggingface_hub import errors, hf_hub_download
 
-    if not _answers(os.environ.get("HF_ENDPOINT") or "https://huggingface.co"):
+    if not hub_cache.answers():
         raise ValueError(_absent(model))
 
     def get(name: str) -> Path:
-        offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
         path = hf_hub_download(
             model.repository,
             name,
             revision=model.revision,
-            cache_dir=cache(),
+            cache_dir=hub_cache.folder(),
             endpoint=os.environ.get("HF_ENDPOINT"),
-            local_files_only=offline,
+            local_files_only=hub_cache.is_offline(),
         )
         return Path(path)
 
@@ -244,27 +230,12 @@ def _downloaded(model: Model, address: str) -> Path:
     )
 
 
-def _answers(endpoint: str) -> bool:
-    """Whether a connection to the hub is possible: huggingface_hub tries for half a minute, with warnings."""
-    if any(
-        os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy")
-    ):
-        return True  # the proxy decides
-    try:
-        url = urlsplit(endpoint)
-        port = url.port or (443 if url.scheme == "https" else 80)
-        with socket.create_connection((url.hostname or "", port), timeout=_SECONDS):
-            return True
-    except (OSError, ValueError):
-        return False
-
-
 def _absent(model: Model) -> str:
     files, name = _FILES[model.library], model.repository.rpartition("/")[2]
     wanted = " ".join((files.config, files.weights[0], *files.others))
     revision = f" --revision {model.revision}" if model.revision != "main" else ""
     return (
-        f"there is no such path, and Hugging Face's cache {cache()} does not hold all files of "
+        f"there is no such path, and Hugging Face's cache {hub_cache.folder()} does not hold all files of "
         f"{model.repository}: where there is a network, run `hf download {model.repository} {wanted}"
         f"{revision} --local-dir weights/{name}`, and give the path of that folder"
     )

@@ -25,6 +25,7 @@ from swjax.optax import path_name
 from swjax.training import config as config_lib
 from swjax.training.config import ConfigError
 from swjax.training.inputs import open_batches, open_source
+from swjax.training.keys import KEYS
 from swjax.training.log.health import Health
 from swjax.training.log.metric_log import parse_line
 from swjax.training.log.packed import fetch, pack
@@ -128,12 +129,16 @@ def load_config(workdir: Path) -> ConfigDict:
     path = workdir / "config.json"
     if not path.exists():
         raise ConfigError(f"{workdir} has no config.json: give the workdir of a run of train.py")
-    tuples = (("optimizer", "freeze"), ("eval", "zeroshot"), ("train", "profile_steps"))
-    sections = {section: dict for section, _ in tuples}
+    tuples = {name: key.default for name, key in KEYS.items() if key.kind is tuple}
+    sections = {name.partition(".")[0]: dict for name in tuples}
     text = path.read_text(encoding="utf-8", errors="replace")
     saved = config_lib.read_json(str(path), text, remedy="restore it from a copy", **sections)
-    for section, key in tuples:  # JSON has no tuples
-        saved[section][key] = tuple(saved[section].get(key, ()))
+    for name, default in tuples.items():  # JSON has no tuples
+        *parents, key = name.split(".")
+        section = saved
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[key] = tuple(section.get(key, default))
     return ConfigDict(saved).lock()
 
 

@@ -9,13 +9,14 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from swjax import data
+from swjax.data.batches import check_augmentation
 from swjax.data.survey import SAMPLE, Survey, refusal, survey
 from swjax.models import sharding
 from swjax.training import distributed
 from swjax.training.config import ConfigError, blame
 from swjax.training.faults.failures import blame_data, blame_data_path
 from swjax.training.log.timing import Timing
-from swjax.training.setup import Parts, fitting
+from swjax.training.setup import Parts, augmentation, fitting
 
 logger = logging.getLogger("swjax.training.inputs")
 
@@ -92,6 +93,8 @@ def open_splits(config: ConfigDict) -> dict[str, Any]:
     """
     with distributed.all_or_none():
         splits = {split: open_source(config, split) for split in ("train", "val", "test")}
+        with blame("data.augment"):
+            check_augmentation(augmentation(config), splits["train"])
     splits = {split: source for split, source in splits.items() if source is not None}
     lengths = {split: len(source) for split, source in splits.items()}
     distributed.check_same("data", "{} examples", lengths)
@@ -320,6 +323,7 @@ def open_batches(
             tokenizer=c.get("tokenizer", ""),  # a config of an earlier version lacks the key
             image_size=c.image_size,
             fitting=fitting(config),
+            augmentation=augmentation(config),
             process_index=share.index,
             process_count=share.count,
             workers=c.workers,

@@ -27,7 +27,8 @@ class Key(NamedTuple):
     Attributes:
       kind: bool, int, float, str, or tuple.
       interval: the range of a number, such as "[0, 1)"; "" allows any finite number. A tuple with an interval
-        is empty or holds the first and the last of a range of whole numbers. A tuple without one holds texts.
+        holds as many numbers as its default, or is empty or holds two whole numbers if the default is empty;
+        two numbers are the first and the last of a range. A tuple without one holds texts.
       choices: the accepted texts; () accepts any text.
       default: the value in configs/common.py.
       meaning: one sentence for the reference.
@@ -38,6 +39,16 @@ class Key(NamedTuple):
     choices: tuple[str, ...] = ()
     default: Any = None
     meaning: str = ""
+
+    @property
+    def element(self) -> "Key":
+        """The key of one number of a tuple."""
+        return Key(type(self.default[0]) if self.default else int, self.interval)
+
+    @property
+    def length(self) -> int:
+        """How many numbers a tuple holds."""
+        return len(self.default or (0, 0))
 
     def rule(self) -> str:
         """Describes the accepted values in words.
@@ -51,7 +62,11 @@ class Key(NamedTuple):
             return "one of " + ", ".join(repr(choice) for choice in self.choices)
         if self.kind is tuple:
             if self.interval:
-                return "FIRST,LAST: two whole numbers, 1 <= FIRST <= LAST, or nothing"
+                one = self.element.rule().removeprefix("a ")
+                count = "FIRST,LAST: two" if self.length == 2 else f"{self.length}"
+                order = ", FIRST <= LAST" if self.length == 2 else ""
+                nothing = "" if self.default else ", or nothing"
+                return f"{count} {one.replace('number', 'numbers', 1)}{order}{nothing}"
             return "texts, separated by commas, or a JSON list of them"
         opening, low, high, closing = _parse(self.interval)
         lower = "at least" if opening == "[" else "above"
@@ -76,7 +91,8 @@ class Key(NamedTuple):
                 raise ValueError(self.rule())
             return _SWITCH[text.lower()]
         if self.kind is tuple and self.interval:
-            numbers = tuple(int(part) for part in text.strip("()").split(",") if text.strip("()"))
+            parts = text.strip("()").split(",") if text.strip("()") else ()
+            numbers = tuple(self.element.kind(part) for part in parts)
             if not self.accepts(numbers):
                 raise ValueError(self.rule())
             return numbers
@@ -88,9 +104,11 @@ class Key(NamedTuple):
     def accepts(self, value: Any) -> bool:
         """Whether a value has the type and is in the range; an int is accepted as a float."""
         if self.kind is tuple and self.interval:
-            whole = Key(int, self.interval)
-            ranged = isinstance(value, tuple) and all(whole.accepts(part) for part in value)
-            return ranged and (not value or (len(value) == 2 and value[0] <= value[1]))
+            if not isinstance(value, tuple) or not all(map(self.element.accepts, value)):
+                return False
+            if not value:
+                return not self.default
+            return len(value) == self.length and (len(value) != 2 or value[0] <= value[1])
         if self.kind is tuple:
             return isinstance(value, tuple) and all(isinstance(part, str) for part in value)
         kinds = (int, float) if self.kind is float else self.kind

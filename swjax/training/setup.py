@@ -249,6 +249,13 @@ def fitting(config: ConfigDict) -> data.Fitting:
     return data.Fitting(**{name: value for name, value in given.items() if value})
 
 
+def augmentation(config: ConfigDict) -> data.Augmentation:
+    """Returns how training photographs change at random according to the config."""
+    changes = config.data.augment.to_dict()
+    changes.pop("drawings")
+    return data.Augmentation(**changes)
+
+
 def compile_step(
     train_step: Callable, like: State, *, concurrent: bool = False, **options: str
 ) -> Callable:

@@ -225,7 +225,9 @@ def make_embed(
         model = nnx.merge(graphdef, sharding.gather_params(params))
         augment_key, dropout_key = jax.random.split(key)
         images = data.preprocess(
-            batch["image"], augment_key if config.data.augment else None, config.data.image_size
+            batch["image"],
+            augment_key if config.data.augment.drawings else None,
+            config.data.image_size,
         )
         image, vision = model.encode_image(images, deterministic=False, dropout_key=dropout_key)
         text, read = model.encode_text(batch["text"])
