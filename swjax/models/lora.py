@@ -1,7 +1,7 @@
-"""LoRA: the kernels of the blocks are frozen, in 8 bits if the recipe allows, and small matrices are trained."""
+"""LoRA: small matrices are trained beside the kernels of the blocks, which are frozen, in 8 bits if possible."""
 
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -9,20 +9,20 @@ from flax import nnx
 
 from swjax import serving
 from swjax.kernels.reference import QTensor
-from swjax.linear.api import dequantize_weight
+from swjax.linear.api import dequantize_weight, switchback
 from swjax.linear.layer import add
 from swjax.linear.prologues import Prologue
-from swjax.models.config import LoRA
+from swjax.models.config import LoRA, config
 from swjax.nnx import Linear
 
 MATRICES = ("lora_a", "lora_b")
+Model = TypeVar("Model", bound=Any)  # a CLIP
 
 
 class LoRALinear(Linear):
     """A `Linear` with a low-rank product beside its kernel: ``x w + bias + lora_scale (x a) b``.
 
-    The product is added in the kernel of the layer. The backward pass recomputes it from x before the
-    prologue, which the layer saves too, so LoRA saves no activations of its own.
+    The layer's own kernel adds the product. For the backward pass only the input is saved, which layers share.
 
     Attributes:
       lora_a, lora_b: a [k, rank] and b [rank, n], float32.
@@ -42,17 +42,19 @@ class LoRALinear(Linear):
         addend: jax.Array | None = None,
     ) -> jax.Array:
         """See `Linear`."""
-        x, *_ = self._operands(inputs)
-        delta = _low_rank(x, self.lora_a[...], self.lora_b[...], prologue, self.lora_scale)
-        addend = add(delta, addend)
-        return super().__call__(inputs, out_sharding, prologue=prologue, addend=addend)
 
+        @jax.checkpoint
+        def product(x, w, bias, a, b, prologue, addend):
+            h, b = x, self.lora_scale * b
+            if prologue is not None:
+                h, _ = prologue.forward(x, quantize_to=None, implementation="xla")
+            low_rank = (h @ a.astype(h.dtype)) @ b.astype(h.dtype)
+            given = {"prologue": prologue, "addend": add(low_rank, addend)}
+            return switchback(x, w, bias, **given, **self._options())
 
-@partial(jax.checkpoint, static_argnums=4)
-def _low_rank(x, a, b, prologue: Prologue | None, scale: float):
-    if prologue is not None:
-        x, _ = prologue.forward(x, quantize_to=None, implementation="xla")
-    return (x @ a.astype(x.dtype)) @ (b * scale).astype(x.dtype)
+        matrices = self.lora_a[...], self.lora_b[...]
+        y = product(*self._operands(inputs), *matrices, prologue, addend)
+        return y if out_sharding is None else jax.reshard(y, out_sharding)
 
 
 def adapt(model: nnx.Module, lora: LoRA, rngs: nnx.Rngs) -> None:
@@ -86,22 +88,39 @@ def adapt(model: nnx.Module, lora: LoRA, rngs: nnx.Rngs) -> None:
 
 
 def merged_parameters(model: nnx.Module) -> dict:
-    """The parameters of a model after `adapt` as those of the model without LoRA: kernels are w + scale a b.
+    """The parameters after `adapt` as those of the model without LoRA, whose kernels are w + lora_scale a b.
+
+    Kernels have the rounding error of 8 bits. Quantized again, they may lose changes below it.
+
+    Args:
+      model: the model, which does not change.
 
     Returns:
       Nested dict of float32 arrays.
     """
-    parameters = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    parameters = nnx.to_pure_dict(nnx.state(model))
     for path, layer in nnx.iter_modules(model):
-        if not isinstance(layer, Linear):
-            continue
-        of_layer = parameters
-        for name in path:
-            of_layer = of_layer[name]
-        of_layer["kernel"] = _merged_kernel(layer)
-        for name in MATRICES:
-            of_layer.pop(name, None)
+        if isinstance(layer, Linear):
+            of_layer = parameters
+            for name in path:
+                of_layer = of_layer[name]
+            of_layer["kernel"] = _merged_kernel(layer)
+            for name in MATRICES:
+                of_layer.pop(name, None)
     return parameters
+
+
+def merged(model: Model, **options: Any) -> Model:
+    """Returns a CLIP with the `merged_parameters` of a CLIP with LoRA, which does not change.
+
+    Args:
+      model: a CLIP whose configuration has LoRA.
+      **options: fields of the configuration to replace, such as recipe="standard".
+    """
+    cfg = config(model.cfg, lora=None, **options)
+    graph, state = nnx.split(nnx.eval_shape(lambda: type(model)(cfg, rngs=nnx.Rngs(0))))
+    nnx.replace_by_pure_dict(state, merged_parameters(model))
+    return nnx.merge(graph, state)
 
 
 def _merged_kernel(layer: Linear) -> jax.Array:

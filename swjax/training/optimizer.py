@@ -26,7 +26,13 @@ from swjax.optax import (
 from swjax.training.config import ConfigError
 
 # The parameters of a tower that precede its blocks.
-BEFORE_BLOCKS = ("patch_embed/", "class_embedding", "position_embedding", "token_embedding/", "ln_pre/")
+BEFORE_BLOCKS = (
+    "patch_embed/",
+    "class_embedding",
+    "position_embedding",
+    "token_embedding/",
+    "ln_pre/",
+)
 
 
 def make_schedule(config: ConfigDict, total: int, warmup: int) -> optax.Schedule:

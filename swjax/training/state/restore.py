@@ -2,6 +2,7 @@
 
 import logging
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -158,9 +159,11 @@ def first_state(config: ConfigDict, init: Init, like: State) -> State:
                 cfg.lora.rank,
             )
         return compile_init(init, like)()
-    plain = sharding.abstract_state({"params": jax.eval_shape(init.params)}, like["step"].sharding.mesh)
+    plain = sharding.abstract_state(
+        {"params": jax.eval_shape(init.params)}, like["step"].sharding.mesh
+    )
     new = compile_init(init.params, plain["params"])()
-    params = first_parameters(address, cfg, new)
+    params = first_parameters(address, replace(cfg, lora=None), new)
     _say_limit(config, params)
     return compile_init(init.state, like)(params)
 
