@@ -1,4 +1,4 @@
-"""LoRA: small matrices are trained beside the kernels of the blocks, which are frozen, in 8 bits if possible."""
+"""LoRA: trains small matrices beside the kernels of the blocks, which are frozen, in 8 bits if possible."""
 
 from functools import partial
 from typing import Any, TypeVar
@@ -22,7 +22,7 @@ Model = TypeVar("Model", bound=Any)  # a CLIP
 class LoRALinear(Linear):
     """A `Linear` with a low-rank product beside its kernel: ``x w + bias + lora_scale (x a) b``.
 
-    The layer's own kernel adds the product. For the backward pass only the input is saved, which layers share.
+    The backward pass recomputes what it reads from the input, which layers share, so nothing else is saved.
 
     Attributes:
       lora_a, lora_b: a [k, rank] and b [rank, n], float32.
