@@ -5,6 +5,7 @@
     python benchmarks/train_step.py --peers                   # timm and open_clip under torch.compile too
     python benchmarks/train_step.py --peers --modes default reduce-overhead   # in two modes of torch.compile
     python benchmarks/train_step.py --peers --torchao         # and timm's tower in torchao's int8 and float8
+    python benchmarks/train_step.py --memory --kinds step --lora 0 16   # only compiles, on any machine
     python benchmarks/train_step.py --turn=FILE               # compiles, and times when FILE is there
     python benchmarks/train_step.py --smoke                   # tiny, on any machine
 
@@ -61,11 +62,13 @@ class Case(NamedTuple):
     remat: str
     batch: int
     optimizer: str = DEFAULT_OPTIMIZER  # of steps
+    lora: int = 0  # rank, of steps
 
     @property
     def row(self) -> dict:
         is_default = self.kind == "encoder" or self.optimizer == DEFAULT_OPTIMIZER
         other = "" if is_default else f", {self.optimizer}"
+        other += f", LoRA {self.lora}" * (self.lora > 0)
         return {
             "kind": self.kind,
             "implementation": f"swjax {self.recipe}{other}",
@@ -97,6 +100,9 @@ def main(argv: list[str] | None = None) -> int:
             break
         try:
             program = programs.pop(case) if args.turn else compile_program(case)
+            if args.memory:
+                records.add(**case.row, **memory_of(program.compiled))
+                continue
             bench(records, case, program, args.smoke)
         except Exception as error:  # a case that does not fit into memory must not end the run
             records.add(**case.row, error=f"{type(error).__name__}: {str(error)[:300]}")
@@ -117,6 +123,8 @@ def parse(argv):
         default=DEFAULT_OPTIMIZER,
         help="config.optimizer.name of steps",
     )
+    parser.add_argument("--lora", type=int, nargs="+", default=[0], help="ranks, of steps; 0: off")
+    parser.add_argument("--memory", action="store_true", help="only XLA's plan: times nothing")
     parser.add_argument("--peers", action="store_true", help="timm and open_clip first")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES[:1], help="of --peers")
     parser.add_argument("--torchao", action="store_true", help="with --peers, timm by torchao too")
@@ -148,7 +156,8 @@ def cases(args):
             for remat in args.remats:
                 for recipe in args.recipes:
                     batch = args.batch or BATCHES[kind][model]
-                    yield Case(kind, model, recipe, remat, batch, args.optimizer)
+                    for rank in args.lora if kind == "step" else [0]:
+                        yield Case(kind, model, recipe, remat, batch, args.optimizer, rank)
 
 
 def bench(records: timing.Records, case: Case, program: Program, smoke: bool):
@@ -157,14 +166,12 @@ def bench(records: timing.Records, case: Case, program: Program, smoke: bool):
     run = program.start()
     repeats = [timing.seconds_per_call(run, at_least=0.1 if smoke else 1.5) for _ in range(REPEATS)]
     seconds = statistics.median(repeats)
-    memory = compiled.memory_analysis()
-    row = case.row | {
+    row = case.row | memory_of(compiled)
+    row |= {
         "ms": 1e3 * seconds,
         "ms_of_repeats": [round(1e3 * each, 2) for each in repeats],
         "images_per_second": case.batch / seconds,
         "tflops": program.flops / seconds / 1e12,
-        "memory_gib": (memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 2**30,
-        "activations_gib": memory.temp_size_in_bytes / 2**30,
     }
     if peak := peak_flops(jax.devices()[0]):
         row["mfu"] = program.flops / seconds / peak
@@ -177,6 +184,14 @@ def bench(records: timing.Records, case: Case, program: Program, smoke: bool):
         }
         row["top_kernels_ms"] = timing.top_kernels(launches)
     records.add(**row, **against(records.rows, row))
+
+
+def memory_of(compiled: jax.stages.Compiled) -> dict[str, float]:
+    memory = compiled.memory_analysis()
+    return {
+        "memory_gib": (memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 2**30,
+        "activations_gib": memory.temp_size_in_bytes / 2**30,
+    }
 
 
 def same(row: dict) -> tuple:
@@ -231,9 +246,11 @@ def step(case: Case) -> Program:
     """Runs a whole training step; each call continues from the state of the one before."""
     config = common.get_config() if case.model == "tiny" else common.paper(case.model, case.recipe)
     config.model.recipe, config.model.remat = case.recipe, case.remat
-    config.optimizer.name = case.optimizer
+    config.optimizer.name, config.optimizer.lora.rank = case.optimizer, case.lora
     config.train.batch_size = case.batch
     config.data.augment.drawings = False
+    # XLA for CPUs merges recomputation with the forward pass, which keeps its arrays, except across a scan.
+    config.model.scan_layers = jax.default_backend() == "cpu"
     cfg = setup.model_config(config)
     schedule = lambda count: jnp.float32(1e-4)
     optimizer = make_optimizer(config, schedule)
@@ -260,14 +277,15 @@ def step(case: Case) -> Program:
 
         return run
 
-    return Program(compiled, start, 3 * clip.flops_per_example(cfg) * case.batch)
+    passes = 2 if case.lora else 3  # frozen kernels have no gradients
+    return Program(compiled, start, passes * clip.flops_per_example(cfg) * case.batch)
 
 
 def bench_peers(records: timing.Records, args):
     """Returns PyTorch's rows from another process, which frees its GPU memory when it ends."""
     # -E: ignores PYTHONPATH, which may have a Triton that PyTorch cannot use.
     command = [sys.executable, "-E", str(Path(__file__).with_name("train_step_torch.py"))]
-    ours = ("recipe", "optimizer")
+    ours = ("recipe", "optimizer", "lora")
     theirs = [{k: v for k, v in case._asdict().items() if k not in ours} for case in cases(args)]
     asked = {"torchao": args.torchao, "modes": args.modes}
     theirs = [case | asked for case in theirs if case["remat"] in REMATS]

@@ -144,6 +144,15 @@ KEYS: dict[str, tuple] = {
     "optimizer.loss_scale": (65536.0, "[1, 1e30]", "the fixed scale, or the first one of dynamic"),
     "optimizer.loss_scale_growth_steps": (2000, _FROM_1, "dynamic: finite steps until the scale doubles"),
     "optimizer.freeze": ((), None, "regular expressions; matching parameters are not trained"),
+    "optimizer.layer_decay": (1.0, "(0, 1]",
+        "learning rate of a block / that of the next one, in both towers; the embeddings have the lowest"),
+    "optimizer.lora.rank": (0, "[0, 65536]",
+        "trains matrices of this rank beside kernels of the blocks, and the logits' scale and bias; all else "
+        "is frozen, kernels in 8 bits if the recipe allows; 0: off"),
+    "optimizer.lora.alpha": (0.0, "[0, 1e6]", "the matrices change a kernel by alpha / rank a b; 0: rank"),
+    "optimizer.lora.pattern": ("", None,
+        "regular expression; adapts linear layers of the blocks whose path it matches, such as "
+        "'vision/blocks/attn/[qv]'; '': all"),
 
     "schedule.name": ("cosine", ("cosine", "linear", "constant", "wsd", "rsqrt"),
         "after the linear warm-up; wsd: stable, then a decay by 1 - sqrt; rsqrt: inverse square root, "

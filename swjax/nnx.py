@@ -15,7 +15,7 @@ from swjax.kernels.reference import QTensor
 from swjax.linear.api import gated_mlp as fused_gated_mlp
 from swjax.linear.api import mlp as fused_mlp
 from swjax.linear.api import plain_weight, switchback
-from swjax.linear.checks import OPERAND_DTYPES, check_activation
+from swjax.linear.checks import OPERAND_DTYPES, check_activation, weight_array
 from swjax.linear.contraction import DotGeneral, dot_general
 from swjax.linear.conversion import (
     NO_LAYOUT,
@@ -641,8 +641,8 @@ def set_layouts(
     for path, module in nnx.iter_modules(model):
         if isinstance(module, Linear):
             spec = spec_of("/".join(map(str, (*path, "kernel"))))
-            whole = (*spec, *(None,) * module.kernel.ndim)[: module.kernel.ndim]
-            stacked = module.kernel.ndim > 2
+            ndim = weight_array(module.kernel.get_value()).ndim
+            whole, stacked = (*spec, *(None,) * ndim)[:ndim], ndim > 2
             module.layout = Layout(P(*whole[-2:]), tokens, reduce_dtype, reduce_later and stacked)
     return model
 
@@ -667,6 +667,8 @@ def split_stack(stack: nnx.Module, x: jax.Array) -> tuple[nnx.GraphDef, nnx.Stat
 
     def leaf(path, parameter):
         if path[-1] != "kernel" or path[:-1] not in layers:
+            return parameter
+        if isinstance(parameter.get_value(), QTensor):  # it has no gradient
             return parameter
         return parameter.replace(reduced(parameter[...], x, layers[path[:-1]].layout))
 

@@ -26,7 +26,9 @@ from swjax.kernels.block_formats.reference import (
     random_bits,
 )
 from swjax.kernels.block_weight_gradients.reference import rotated_blocks
+from swjax.kernels.reference import QTensor
 from swjax.kernels.rotations.reference import rotate_features
+from swjax.linear.api import dequantize_weight
 from swjax.linear.contraction import DotGeneral, as_linear
 from swjax.linear.layer import as_rows, rotated_tokens
 from swjax.linear.layouts import Layout, Spec
@@ -376,8 +378,10 @@ def _call_linear(self, call: Callable, inputs, *args, prologue=None, **kwargs):
 
     The layer adds an `addend` itself: the sum has the gradient of the product.
     """
-    y, kernel = call(self, inputs, *args, prologue=prologue, **kwargs), self.kernel[...]
-    (x,) = self.promote_dtype((inputs,), dtype=self.dtype)
+    y = call(self, inputs, *args, prologue=prologue, **kwargs)
+    x, kernel, _ = self._operands(inputs)
+    if isinstance(kernel, QTensor):
+        kernel = dequantize_weight(kernel, self.recipe)
     if prologue is not None:
         x, _ = prologue.forward(x, quantize_to=None, implementation="xla")
     return _report_product(y, x, kernel, getattr(self, QUANTIZATION)[...], self.recipe, self.layout)
@@ -490,7 +494,9 @@ def _axes_of_linear(module: nnx.Module) -> tuple[int, ...] | None:
     for _, layer in nnx.iter_modules(module):
         if isinstance(layer, nnx.Linear | nnx.LinearGeneral):
             own = np.size(layer.in_features), np.size(layer.out_features)  # numbers or tuples
-            return layer.kernel.shape[: layer.kernel.ndim - sum(own)]
+            kernel: Any = layer.kernel.get_value()
+            shape = (kernel.values if isinstance(kernel, QTensor) else kernel).shape
+            return shape[: len(shape) - sum(own)]
         if isinstance(layer, nnx.Einsum):
             return layer.kernel.shape[: layer.kernel.ndim - len(layer.kernel_shape)]
     return None

@@ -35,8 +35,17 @@ def _norm(tree: Any) -> jax.Array:
 
 
 def squares(tree: Any) -> Any:
-    """The sum of squares of each leaf, a float32 scalar; it is finite if the leaf is, except for overflow."""
-    return jax.tree.map(lambda x: jnp.sum(jnp.square(jnp.abs(x).astype(jnp.float32))), tree)
+    """The sum of squares of each leaf, a float32 scalar; it is finite if the leaf is, except for overflow.
+
+    Integers are finite, and are left out.
+    """
+
+    def leaf(x):
+        if not jnp.issubdtype(jnp.result_type(x), jnp.inexact):
+            return None
+        return jnp.sum(jnp.square(jnp.abs(x).astype(jnp.float32)))
+
+    return jax.tree.map(leaf, tree)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["index"], meta_fields=["names"])

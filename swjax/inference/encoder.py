@@ -22,8 +22,8 @@ from swjax.data.tokenizer import VOCABULARY_SIZE
 from swjax.evaluators import embed, zeroshot
 from swjax.interop import hub
 from swjax.interop.weight_files import is_safetensors
-from swjax.models import clip
-from swjax.models.config import TextConfig, VisionConfig
+from swjax.models import clip, lora
+from swjax.models.config import LoRA, TextConfig, VisionConfig
 from swjax.packages import require
 from swjax.recipes import Product, Quantizer, Recipe
 from swjax.safe_files import parse_json, read_inside, write_atomically
@@ -215,7 +215,8 @@ def load(
         tokenizer = interop.tokenizer(path)
     if model.cfg.text.vocab_size == VOCABULARY_SIZE:
         tokenizer = ""
-    model = serving.prequantize(model) if prequantize else model
+    if prequantize and not is_prequantized(model):  # as with LoRA
+        serving.prequantize(model)
     return Encoder(model, templates=templates, tokenizer=tokenizer)
 
 
@@ -232,6 +233,7 @@ def _of_run(workdir: Path, options: dict) -> tuple[clip.CLIP, tuple[str, ...]]:
 
     from swjax.training.setup import model_config
     from swjax.training.state.checkpoint import Checkpoints
+    from swjax.training.state.initialization import restored_model
 
     if not any((workdir / "checkpoints").glob("[0-9]*")):
         raise ValueError(f"{workdir} holds no checkpoint yet: train on with the same command")
@@ -246,16 +248,13 @@ def _of_run(workdir: Path, options: dict) -> tuple[clip.CLIP, tuple[str, ...]]:
             f"{workdir}/config.json is damaged: {reason:.200}: restore it from a copy"
         ) from error
     cfg = clip.config(described, **options)
-    graph, state = nnx.split(nnx.eval_shape(lambda: clip.CLIP(cfg, rngs=nnx.Rngs(0))))
+    # The kernels beside LoRA are quantized for the recipe of the run.
+    merges = described.lora is not None and cfg.recipe != described.recipe
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    like = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here),
-        nnx.to_pure_dict(state),
-    )
-    name = "ema" if ema else "params"
     with closing(Checkpoints.of("workdir", str(workdir))) as checkpoints:
-        nnx.replace_by_pure_dict(state, checkpoints.restore_params(like, name))
-    return nnx.merge(graph, state), templates or TEMPLATES
+        name = "ema" if ema else "params"
+        model = restored_model(checkpoints, described if merges else cfg, here, name)
+    return lora.merged(model, **options) if merges else model, templates or TEMPLATES
 
 
 def _templates(config) -> tuple[str, ...]:
@@ -320,7 +319,7 @@ def _of_file(
 
     def make():
         model = clip.CLIP(cfg, rngs=nnx.Rngs(0))
-        return serving.prequantize(model) if prequantized else model
+        return serving.prequantize(model) if prequantized and cfg.lora is None else model
 
     try:
         return serving.load(path, nnx.eval_shape(make)), templates
@@ -337,8 +336,9 @@ def _of_file(
 def _config(fields: dict) -> clip.CLIPConfig:
     """Reads the configuration from the JSON of its `dataclasses.asdict`."""
     vision, text = VisionConfig(**fields["vision"]), TextConfig(**fields["text"])
-    recipe = _recipe(fields["recipe"])
-    return clip.CLIPConfig(**fields | {"vision": vision, "text": text, "recipe": recipe})
+    of_lora = LoRA(**fields["lora"]) if fields.get("lora") else None  # older files lack the field
+    given = {"vision": vision, "text": text, "lora": of_lora, "recipe": _recipe(fields["recipe"])}
+    return clip.CLIPConfig(**fields | given)
 
 
 def _recipe(value):

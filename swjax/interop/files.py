@@ -15,7 +15,7 @@ from flax import nnx, traverse_util
 from swjax.data import files, vocabulary
 from swjax.interop import big_vision, configs, hub, weight_files
 from swjax.interop.layouts import LAYOUTS, WeightFormat, for_our_images, for_their_images, tensors
-from swjax.models import clip
+from swjax.models import clip, lora
 from swjax.safe_files import parse_json, write_atomically
 from swjax.serving import tensor_files
 from swjax.serving.models import is_prequantized, read_metadata
@@ -158,7 +158,7 @@ def save(
     Args:
       folder: created if it is missing; existing files are replaced. `open_clip.create_model(
         "local-dir:FOLDER")` or `CLIPModel.from_pretrained(FOLDER)` opens it.
-      model: any CLIP; its recipe and dtype are not saved.
+      model: any CLIP; its recipe and dtype are not saved. LoRA is merged into the kernels.
       layout: "open_clip" (also OpenAI's layout), "huggingface", "siglip" (Hugging Face's layout of SigLIP) or
         "big_vision", which writes model.npz.
       tokenizer: a file to copy to the folder, for a model without CLIP's vocabulary; "" copies none.
@@ -173,6 +173,8 @@ def save(
     layouts = (*_WRITERS, "big_vision")
     if layout not in layouts:
         raise ValueError(f"layout must be one of {', '.join(layouts)}, got {layout!r}")
+    if model.cfg.lora is not None:
+        model = lora.merged(model)
     if is_prequantized(model):
         raise ValueError(
             f"{layout} needs float weights, got a prequantized model: load the model without prequantize, or "

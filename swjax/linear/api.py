@@ -484,3 +484,21 @@ def quantize_weight(
         transpose=True,
         implementation=implementation,
     )
+
+
+def dequantize_weight(q: QTensor, recipe: str | Recipe = "switchback") -> jax.Array:
+    """The weight that the result of `quantize_weight` stands for.
+
+    Args:
+      q: values [n, k] and their scales.
+      recipe: the recipe that w was quantized for.
+
+    Returns:
+      [k, n] float32, which differs from w by the rounding error of the quantizer.
+
+    >>> dequantize_weight(quantize_weight(jnp.full((3, 4), 0.5))).round(3)[0]
+    Array([0.5, 0.5, 0.5, 0.5], dtype=float32)
+    """
+    n, k = q.values.shape
+    rotation = weight_quantizer(recipes.get(recipe).rotating(k, n)).rotation
+    return rotate_features(reference.dequantize(q.T), rotation, 0, inverse=True)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from swjax.models import lora
 from swjax.models.config import CONFIGS, CLIPConfig, TowerConfig, config
 from swjax.models.text import TextTransformer
 from swjax.models.vit import VisionTransformer
@@ -52,6 +53,8 @@ class CLIP(nnx.Module):
         self.logit_scale = nnx.Param(jnp.asarray(cfg.init_logit_scale, jnp.float32))
         if cfg.init_logit_bias is not None:
             self.logit_bias = nnx.Param(jnp.asarray(cfg.init_logit_bias, jnp.float32))
+        if cfg.lora is not None:
+            lora.adapt(self, cfg.lora, rngs)
 
     def encode_image(
         self, images: jax.Array, *, deterministic: bool = True, dropout_key: jax.Array | None = None

@@ -1,6 +1,7 @@
 """The configuration of a CLIP model: tower sizes, block options and the named models."""
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -219,6 +220,51 @@ class Options:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoRA:
+    """Low-rank adaptation: the kernels of all blocks are frozen, and chosen ones change by ``scale a b``.
+
+    Attributes:
+      rank: columns of a and rows of b.
+      alpha: scale times rank; 0 means rank, so the scale is 1.
+      pattern: regular expression that matches a part of the paths of the layers to adapt, such as
+        "vision/blocks/attn/q"; "" adapts all linear layers of the blocks.
+
+    >>> LoRA(rank=8, alpha=16.0, pattern="attn/[qv]").adapts("text/blocks/attn/k")
+    False
+    """
+
+    rank: int
+    alpha: float = 0.0
+    pattern: str = ""
+
+    def __post_init__(self) -> None:
+        if type(self.rank) is not int or self.rank < 1:
+            raise ValueError(f"rank must be a whole number of at least 1, got {self.rank!r}")
+        if not 0 <= self.alpha < math.inf:
+            raise ValueError(f"alpha must be finite and at least 0, got {self.alpha!r}")
+        paths = [f"{tower}/blocks/{linear}" for tower in TOWERS for linear in LINEARS]
+        try:
+            matched = any(map(self.adapts, paths))
+        except re.error as error:
+            raise ValueError(
+                f"pattern={self.pattern!r} is not a regular expression: {error}; '' matches all layers"
+            ) from error
+        if not matched:
+            raise ValueError(
+                f"pattern={self.pattern!r} matches no linear layer of the blocks: they are "
+                f"{{{','.join(TOWERS)}}}/blocks/{{{','.join(LINEARS)}}}"
+            )
+
+    def adapts(self, path: str) -> bool:
+        """Whether the layer at a path has a low-rank product."""
+        return re.search(self.pattern, path) is not None
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank if self.alpha else 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class CLIPConfig(Options):
     """The configuration of a CLIP model: two towers, and options for the blocks of both (`Options`).
 
@@ -230,6 +276,7 @@ class CLIPConfig(Options):
       init_logit_bias: initial logit bias for the sigmoid loss; None omits the parameter.
       architecture: "clip", or "siglip": no class token, attention (MAP) pooling of the patches, a text tower
         without causal mask whose embedding is the last position, LayerNorm with epsilon 1e-6.
+      lora: low-rank adaptation of the blocks, or None.
     """
 
     vision: VisionConfig
@@ -239,6 +286,7 @@ class CLIPConfig(Options):
     init_logit_scale: float = math.log(1 / 0.07)
     init_logit_bias: float | None = None
     architecture: str = "clip"
+    lora: LoRA | None = None
 
     def __post_init__(self) -> None:
         if self.recipe == auto.NAME:  # a model keeps its recipe, also on another device

@@ -30,6 +30,9 @@ SpecRules = tuple[tuple[str, P], ...]  # (regular expression, spec)
 RULES: SpecRules = (
     (r"blocks/(attn/[qkv]|mlp/fc1)/kernel$", P(None, "fsdp", "tensor")),  # columns split
     (r"blocks/(attn/out|mlp/fc2)/kernel$", P(None, "tensor", "fsdp")),  # rows split
+    (r"blocks/(attn/[qkv]|mlp/fc1)/kernel/values$", P(None, "tensor", "fsdp")),  # int8, transposed
+    (r"blocks/(attn/out|mlp/fc2)/kernel/values$", P(None, "fsdp", "tensor")),
+    (r"blocks/.*/(kernel/scale|lora_[ab])$", P()),
     (r"blocks/(attn/[qkv]|mlp/fc1)/bias$", P(None, "tensor")),
     (r"blocks/(attn/out|mlp/fc2)/bias$", P()),
     (r"(token_embedding|position_embedding)(/embedding)?$", P(None, "fsdp")),

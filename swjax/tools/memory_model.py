@@ -4,7 +4,7 @@
 A block keeps a number of *widths* for its backward pass. One width is an array of one number per token and
 feature. If the forward product has one scale per token, the block recomputes the outputs of LayerNorm and
 GELU, which leaves 10 of 16 widths. `tests/test_plan.py` compares the prediction with the runs of the fit and
-with other runs. The model was not compared with GPUs other than Hopper.
+with other runs. The model was not compared with GPUs other than Hopper, nor with runs of LoRA.
 """
 
 from typing import Any, NamedTuple
@@ -98,13 +98,15 @@ def predict(
     9.0
     """
     recompute, kept = recomputes(model), 1 if recomputes(model) else 2
+    if model.lora is not None:  # layers save their inputs alone, and read frozen kernels as stored
+        recompute, kept = True, 0
     widths: float = WIDTHS_RECOMPUTED if recompute else WIDTHS
     if recompute and mesh.devices > 1:
         widths += DELAYED * (WIDTHS - WIDTHS_RECOMPUTED)
     working: float = WORKING_WIDTHS[recompute]
     if model.remat == "full":
         working += widths
-        widths, kept = 1, kept + 1
+        widths, kept = 1, kept + (model.lora is None)
     if concurrent:
         widths, working = WIDTHS_CONCURRENT[_quantizes_wgrad(model)], 0
     towers = (

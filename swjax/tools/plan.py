@@ -169,7 +169,8 @@ class Plan:
       model: the model configuration.
       hardware: the devices that the plan is for.
       mesh: number of devices along each axis.
-      params: ShapeDtypeStructs of the model's parameters.
+      params: ShapeDtypeStructs of the parameters of the model without LoRA.
+      trained: number of trained parameters.
       state_bytes: bytes of the train state, which are also the bytes of a checkpoint.
       gradient_bytes: bytes of the gradients of the trained parameters.
       steps, warmup: number of steps of the run and of its warm-up.
@@ -183,6 +184,7 @@ class Plan:
     hardware: Hardware
     mesh: Mesh
     params: Any
+    trained: int
     state_bytes: int
     gradient_bytes: int
     steps: int
@@ -193,8 +195,8 @@ class Plan:
 
     @property
     def parameters(self) -> int:
-        """Number of model parameters."""
-        return sum(x.size for x in jax.tree.leaves(self.params))
+        """Number of parameters of the model without LoRA."""
+        return _size(self.params)
 
     @property
     def pairs(self) -> int:
@@ -239,15 +241,16 @@ def make(config: ConfigDict, hardware: Hardware) -> Plan:
     require_profile(config, steps)
     state = jax.eval_shape(init)
     state_bytes = _bytes(state)
-    gradient_bytes = _bytes(split_frozen(state["params"], config.optimizer.freeze)[0])
+    trained, _ = split_frozen(state["params"], config.optimizer.freeze)
     return Plan(
         config=config,
         model=model,
         hardware=hardware,
         mesh=mesh,
-        params=state["params"],
+        params=jax.eval_shape(init.params),
+        trained=_size(trained),
         state_bytes=state_bytes,
-        gradient_bytes=gradient_bytes,
+        gradient_bytes=_bytes(trained),
         steps=steps,
         warmup=warmup,
         examples=len(source),
@@ -285,7 +288,7 @@ def require_openable(plan: Plan) -> None:
         require_checkpoint("checkpoint.resume", c.resume)
     Mirror(c.mirror, Path("none"))
     if c.init_from:
-        check_parameters(c.init_from, plan.model, plan.params)
+        check_parameters(c.init_from, dataclasses.replace(plan.model, lora=None), plan.params)
 
 
 def lines(plan: Plan) -> Iterator[str]:
@@ -294,8 +297,10 @@ def lines(plan: Plan) -> Iterator[str]:
     yield f"plan for {hardware.devices} x {hardware.kind}" + _limit(hardware)
     yield _line(
         "model",
-        f"{model_title(c)}, {plan.parameters:,} parameters, {plan.model.recipe}, {c.model.dtype}, "
-        f"remat={c.model.remat}",
+        f"{model_title(c)}, {plan.parameters:,} parameters, "
+        + f"{plan.trained:,} trained, " * (plan.trained != plan.parameters)
+        + f"LoRA of rank {c.optimizer.lora.rank}, " * (c.optimizer.lora.rank > 0)
+        + f"{plan.model.recipe}, {c.model.dtype}, remat={c.model.remat}",
     )
     captions = ", ".join(repr(caption[:60]) for caption in plan.shown)
     yield _line("data", f"{c.data.name}: {plan.examples:,} pairs; the first captions: {captions}")
@@ -419,7 +424,8 @@ def _time(plan: Plan) -> Iterator[str]:
     usual = c.data.image_size == 224 and c.model.patch_dropout == 0.5 and c.model.remat in _REMATS
     rates = RATES.get(plan.hardware.kind, {}).get((c.model.name, str(plan.model.recipe)))
     rate = rates[_REMATS.index(c.model.remat)] if rates and usual else None
-    if rate is None or c.train.concurrent_kernels or c.optimizer.name == "muon":
+    changed = c.train.concurrent_kernels or c.optimizer.name == "muon" or c.optimizer.lora.rank
+    if rate is None or changed:
         yield _line("time", "not measured for this model, recipe, remat, optimizer and hardware")
         return
     kind = "one" if plan.hardware.devices == 1 else "fsdp" if plan.mesh.fsdp > 1 else "data"
@@ -445,6 +451,10 @@ def _time(plan: Plan) -> Iterator[str]:
 
 
 _REMATS = ("none", "full")
+
+
+def _size(tree: Any) -> int:
+    return sum(x.size for x in jax.tree.leaves(tree))
 
 
 def _bytes(tree: Any) -> int:

@@ -319,6 +319,12 @@ def _check_optimizer(config: ConfigDict) -> None:
             "config.model.dtype='float16' needs a loss scale, or small gradients underflow to 0: set "
             "optimizer.loss_scaling to 'per_tensor' or 'dynamic'"
         )
+    for key in ("alpha", "pattern"):
+        if optimizer.lora[key] and not optimizer.lora.rank:
+            raise ConfigError(
+                f"config.optimizer.lora.{key}={optimizer.lora[key]!r} has no effect with rank=0: set "
+                "config.optimizer.lora.rank, for example to 16"
+            )
     for pattern in optimizer.freeze:
         try:
             re.compile(pattern)
@@ -465,8 +471,8 @@ def differences(old: dict, new: dict, prefix: str = "") -> list[str]:
 
 # These keys determine which arrays the state of a run has. A run can resume after any other change.
 SHAPING = ("model.", "data.image_size:", "data.context_length:", "optimizer.name:",
-           "optimizer.grad_clip_norm:", "optimizer.loss_scaling:", "optimizer.freeze:", "train.loss:",
-           "train.ema_decay:")  # fmt: skip
+           "optimizer.grad_clip_norm:", "optimizer.loss_scaling:", "optimizer.freeze:",
+           "optimizer.layer_decay:", "optimizer.lora.", "train.loss:", "train.ema_decay:")  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import optax
 from ml_collections import ConfigDict
 
 from swjax.kernels import targets
-from swjax.models import clip
+from swjax.models import clip, lora
 from swjax.optax import (
     StableAdamWState,
     dynamic_loss_scale,
@@ -24,6 +24,15 @@ from swjax.optax import (
     stable_adamw,
 )
 from swjax.training.config import ConfigError
+
+# The parameters of a tower that precede its blocks.
+BEFORE_BLOCKS = (
+    "patch_embed/",
+    "class_embedding",
+    "position_embedding",
+    "token_embedding/",
+    "ln_pre/",
+)
 
 
 def make_schedule(config: ConfigDict, total: int, warmup: int) -> optax.Schedule:
@@ -121,6 +130,13 @@ def make_optimizer(config: ConfigDict, schedule: optax.Schedule) -> optax.Gradie
         raise ConfigError(
             f"config.optimizer.name={c.name!r} has no branch in make_optimizer: add one"
         )
+    if c.get("layer_decay", 1.0) < 1:  # older versions lack the key
+        m = config.model
+        blocks = {
+            tower: m[tower].layers or getattr(clip.CONFIGS[m.name], tower).layers
+            for tower in ("vision", "text")
+        }
+        update = optax.chain(update, scale_by_depth(c.layer_decay, blocks))
     if c.grad_clip_norm:
         update = optax.chain(optax.clip_by_global_norm(c.grad_clip_norm), update)
     if c.loss_scaling == "per_tensor":
@@ -130,6 +146,31 @@ def make_optimizer(config: ConfigDict, schedule: optax.Schedule) -> optax.Gradie
     if c.loss_scaling == "dynamic":
         return dynamic_loss_scale(update, c.loss_scale, growth_steps=c.loss_scale_growth_steps)
     return update
+
+
+def scale_by_depth(decay: float, blocks: dict[str, int]) -> optax.GradientTransformation:
+    """Multiplies the updates of a CLIP by decay^d, where d is the distance of a layer from the output.
+
+    In a tower of L blocks, d is L - i for block i from 0, L + 1 for what precedes the blocks, and 0 for what
+    follows them, as in BEiT. It scales the learning rate, and with it decoupled weight decay.
+
+    Args:
+      decay: the learning rate of a layer divided by that of the next layer, in (0, 1].
+      blocks: number of blocks of each tower, {"vision": L, "text": L}.
+
+    References:
+      Bao et al., "BEiT: BERT pre-training of image transformers", 2022, https://arxiv.org/abs/2106.08254
+    """
+
+    def leaf(path, update):
+        tower, _, name = path_name(path).partition("/")
+        if name.startswith("blocks/"):
+            factors = decay ** jnp.arange(blocks[tower], 0, -1, dtype=jnp.float32)
+            return update * factors.reshape(-1, *(1,) * (update.ndim - 1))
+        return update * decay ** (blocks[tower] + 1) if name.startswith(BEFORE_BLOCKS) else update
+
+    each = jax.tree_util.tree_map_with_path
+    return optax.stateless(lambda updates, params: each(leaf, updates))
 
 
 def dtype_of_muon(dtype: str) -> str:
@@ -173,7 +214,8 @@ def split_frozen(params: Any, patterns: Sequence[str]) -> tuple[Any, Any]:
     """Splits parameters into trainable and frozen ones.
 
     Args:
-      params: nested dict of arrays.
+      params: nested dict of arrays. If they have matrices of LoRA, all other parameters are frozen, except
+        for the logits' scale and bias.
       patterns: regular expressions; a parameter is frozen if one of them matches a part of its path.
 
     Returns:
@@ -181,7 +223,7 @@ def split_frozen(params: Any, patterns: Sequence[str]) -> tuple[Any, Any]:
       other.
 
     Raises:
-      ConfigError: a pattern matches no parameter, or all parameters are frozen.
+      ConfigError: a pattern matches no parameter, or all parameters are frozen, or all matrices of LoRA.
     """
     paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     for pattern in patterns:
@@ -191,20 +233,26 @@ def split_frozen(params: Any, patterns: Sequence[str]) -> tuple[Any, Any]:
                 f"config.optimizer.freeze={pattern!r} matches none of {len(paths)} parameters; the nearest "
                 f"are {nearest}: docs/fine_tuning.md shows how to list all"
             )
-    if all(any(re.search(pattern, path) for pattern in patterns) for path in paths):
+    of_lora = [path for path in paths if path.endswith(lora.MATRICES)]
+
+    def is_trained(path):
+        adapted = not of_lora or path.startswith("logit_") or path.endswith(lora.MATRICES)
+        return adapted and not any(re.search(pattern, path) for pattern in patterns)
+
+    if not any(map(is_trained, of_lora or paths)):
+        what = "matrix of LoRA" if of_lora else "parameter"
         raise ConfigError(
-            f"config.optimizer.freeze={tuple(patterns)} matches every parameter, so none is trained: "
+            f"config.optimizer.freeze={tuple(patterns)} matches every {what}, so none is trained: "
             f"remove a pattern"
         )
 
-    def keep(frozen):
+    def keep(trained):
         def leaf(path, x):
-            found = any(re.search(pattern, path_name(path)) for pattern in patterns)
-            return x if found == frozen else None
+            return x if is_trained(path_name(path)) == trained else None
 
         return jax.tree_util.tree_map_with_path(leaf, params)
 
-    return keep(False), keep(True)
+    return keep(True), keep(False)
 
 
 def combine(trainable: Any, frozen: Any) -> Any:

@@ -15,7 +15,8 @@ from ml_collections import ConfigDict
 
 from swjax import auto, data, recipes
 from swjax.kernels import targets
-from swjax.models import clip, sharding
+from swjax.models import clip, lora, sharding
+from swjax.models.config import LoRA
 from swjax.nnx import set_layouts
 from swjax.safe_files import mask_credentials
 from swjax.training import config as config_lib
@@ -40,7 +41,7 @@ class Parts:
       steps: number of steps of the whole run.
       schedule: step -> learning rate.
       optimizer: optimizer of the trainable parameters.
-      init: () -> the initial train state, see `make_init`.
+      init: makes the initial train state.
       graphdef: graph definition of the model.
       like: the train state as ShapeDtypeStructs with shardings.
     """
@@ -51,7 +52,7 @@ class Parts:
     steps: int
     schedule: optax.Schedule
     optimizer: optax.GradientTransformation
-    init: Callable[[], State]
+    init: "Init"
     graphdef: nnx.GraphDef
     like: State
 
@@ -199,12 +200,16 @@ def model_config(config: ConfigDict) -> clip.CLIPConfig:
     if config.train.loss == "sigmoid":  # SigLIP's initial values
         sizes |= {"init_logit_scale": math.log(10), "init_logit_bias": -10.0}
     same = ("recipe", "dtype", "remat", "scan_layers", "qk_norm", "gelu", "patch_dropout")
+    adapted = config.optimizer.get("lora", {})  # older versions lack the key
+    with blame("optimizer.lora"):
+        of_lora = LoRA(**adapted) if adapted.get("rank") else None
     with blame("model"):
         return clip.config(
             preset(c.name),
             architecture=architecture,
             attention=c.attention or None,
             layer_scale=0.0 if c.layer_scale else None,
+            lora=of_lora,
             **{name: c[name] for name in same},
             **sizes,
         )
@@ -282,8 +287,8 @@ def compile_step(
     )
 
 
-def compile_init(init: Callable[[], State], like: State) -> Callable[[], State]:
-    """Compiles `init` at its first call, for the shardings of `like`.
+def compile_init(init: Callable, like: Any) -> Callable:
+    """Compiles `init`, or a part of it, at its first call; its result has the shardings of `like`.
 
     The program runs once, so optimizing it, or timing its parts on a GPU, would take longer than it saves.
     """
@@ -294,13 +299,29 @@ def compile_init(init: Callable[[], State], like: State) -> Callable[[], State]:
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class Init:
+    """Makes the initial train state, {"params", "opt_state", "step"}, and "ema" if the config averages them.
+
+    The state consists of nested dicts of arrays, so paths and checkpoints do not depend on Flax.
+
+    Attributes:
+      params: () -> random parameters of the model without LoRA.
+      state: parameters of the model without LoRA -> the train state, whose parameters have LoRA if the config
+        does.
+    """
+
+    params: Callable[[], Any]
+    state: Callable[[Any], State]
+
+    def __call__(self) -> State:
+        return self.state(self.params())
+
+
 def make_init(
     config: ConfigDict, cfg: clip.CLIPConfig, optimizer: optax.GradientTransformation
-) -> tuple[Callable[[], State], nnx.GraphDef]:
-    """Returns a function () -> the initial train state, and the model's graph definition.
-
-    The state is {"params", "opt_state", "step"}, and "ema" if the config averages parameters. It consists of
-    plain nested dicts of arrays, so paths and checkpoints do not depend on Flax.
+) -> tuple[Init, nnx.GraphDef]:
+    """Returns what makes the initial train state, and the model's graph definition.
 
     Args:
       config: the config of the run; its seed initializes the parameters.
@@ -308,15 +329,23 @@ def make_init(
       optimizer: optimizer of the trainable parameters.
     """
 
-    def model():
+    def model(cfg):
         clip_model = clip.CLIP(cfg, rngs=nnx.Rngs(config.train.seed))
         dtype, once = config.train.reduce_dtype, config.train.reduce_once
         return set_layouts(clip_model, sharding.spec_of, reduce_dtype=dtype, reduce_later=once)
 
-    def init():
-        params = nnx.to_pure_dict(nnx.state(model(), nnx.Param))
+    plain = dataclasses.replace(cfg, lora=None)
+
+    def params():
+        return nnx.to_pure_dict(nnx.state(model(plain)))
+
+    def state(params):
+        if cfg.lora is not None:
+            adapted = nnx.merge(nnx.graphdef(nnx.eval_shape(lambda: model(plain))), params)
+            lora.adapt(adapted, cfg.lora, nnx.Rngs(config.train.seed))
+            params = nnx.to_pure_dict(nnx.state(adapted))
         trainable, _ = split_frozen(params, config.optimizer.freeze)
         state = {"params": params, "opt_state": optimizer.init(trainable), "step": jnp.int32(0)}
         return state | ({"ema": params} if config.train.ema_decay else {})
 
-    return init, nnx.graphdef(nnx.eval_shape(model))
+    return Init(params, state), nnx.graphdef(nnx.eval_shape(lambda: model(cfg)))

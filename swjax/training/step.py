@@ -65,7 +65,8 @@ def make_train_step(
         new = {"params": params, "opt_state": opt_state, "step": step + 1}
         if config.train.ema_decay:
             weight = 1 - ema_decay(config.train.ema_decay, step)
-            new["ema"] = optax.incremental_update(params, state["ema"], weight)
+            average, _ = split_frozen(state["ema"], config.optimizer.freeze)
+            new["ema"] = combine(optax.incremental_update(updated, average, weight), frozen)
 
         rate = schedule(updates_made(before))
         metrics = seen | {"train/loss": loss, "train/learning_rate": rate}

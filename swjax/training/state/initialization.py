@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import traverse_util
+from flax import nnx, traverse_util
 from ml_collections import ConfigDict
 
 from swjax import interop
@@ -29,7 +29,7 @@ from swjax.data import Fitting, files
 from swjax.interop import weight_files
 from swjax.interop.files import PROCESSOR
 from swjax.interop.layouts import LAYOUTS
-from swjax.models import clip
+from swjax.models import clip, lora
 from swjax.safe_files import mask_credentials
 from swjax.training import distributed
 from swjax.training.config import blame
@@ -115,6 +115,11 @@ def model_of_run(workdir: str) -> clip.CLIPConfig | None:
 
 
 def _shapes_of_run(workdir: str) -> dict[str, jax.ShapeDtypeStruct]:
+    theirs = model_of_run(workdir)
+    if theirs is not None and theirs.lora is not None:
+        plain = dataclasses.replace(theirs, lora=None)
+        model = nnx.eval_shape(lambda: clip.CLIP(plain, rngs=nnx.Rngs(0)))
+        return traverse_util.flatten_dict(nnx.to_pure_dict(nnx.state(model)), sep="/")
     with closing(Checkpoints.of(KEY, workdir)) as checkpoints:
         shapes = checkpoints.shapes("params/")
     return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
@@ -128,9 +133,34 @@ def _of_run(workdir: str, shapes: dict, here: dict) -> dict:
     for name, x in shapes.items():
         fits = name in here and here[name].shape == x.shape
         like[name] = x.update(sharding=here[name].sharding if fits else everywhere)
+    theirs = model_of_run(workdir)
     with closing(Checkpoints.of(KEY, workdir)) as checkpoints:
-        restored = checkpoints.restore_params(traverse_util.unflatten_dict(like, sep="/"))
-    return traverse_util.flatten_dict(restored, sep="/")
+        if theirs is None or theirs.lora is None:
+            restored = checkpoints.restore_params(traverse_util.unflatten_dict(like, sep="/"))
+            return traverse_util.flatten_dict(restored, sep="/")
+        graph, state = nnx.split(restored_model(checkpoints, theirs, everywhere))
+
+    def merge(state):
+        merged = lora.merged_parameters(nnx.merge(graph, state))
+        return traverse_util.flatten_dict(merged, sep="/")
+
+    return jax.jit(merge, out_shardings={name: x.sharding for name, x in like.items()})(state)
+
+
+def restored_model(
+    checkpoints: Checkpoints,
+    cfg: clip.CLIPConfig,
+    sharding: jax.sharding.Sharding,
+    name: str = "params",
+) -> clip.CLIP:
+    """Returns a model with the parameters of the newest checkpoint, or with their average, "ema"."""
+    graph, state = nnx.split(nnx.eval_shape(lambda: clip.CLIP(cfg, rngs=nnx.Rngs(0))))
+    like = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        nnx.to_pure_dict(state),
+    )
+    nnx.replace_by_pure_dict(state, checkpoints.restore_params(like, name))
+    return nnx.merge(graph, state)
 
 
 def _check_protocol(address: str) -> None:

@@ -1,8 +1,8 @@
 """The train state with which a run starts: restored from a checkpoint, or initialized."""
 
 import logging
-from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from swjax.models import clip
+from swjax.models import clip, sharding
 from swjax.training import config as config_lib
 from swjax.training import distributed
 from swjax.training.config import ConfigError
 from swjax.training.inputs import RESUMED, UNSCORED
 from swjax.training.optimizer import split_frozen
-from swjax.training.setup import WEIGHTS, compile_init, model_config, preset
+from swjax.training.setup import WEIGHTS, Init, compile_init, model_config, preset
 from swjax.training.state.checkpoint import Checkpoints
 from swjax.training.state.checksums import arrays_by_name, of_devices
 from swjax.training.state.initialization import first_parameters
@@ -27,7 +27,7 @@ logger = logging.getLogger("swjax.training.state.restore")
 
 
 def init_or_restore(
-    config: ConfigDict, checkpoints: Checkpoints, init: Callable[[], State], like: State
+    config: ConfigDict, checkpoints: Checkpoints, init: Init, like: State
 ) -> tuple[State, dict[str, Any] | None]:
     """Restores or initializes the train state.
 
@@ -37,7 +37,7 @@ def init_or_restore(
     Args:
       config: the config of the run.
       checkpoints: checkpoints of the workdir.
-      init: () -> the initial train state.
+      init: makes the initial train state.
       like: the train state as ShapeDtypeStructs with shardings.
 
     Returns:
@@ -148,16 +148,24 @@ def finished_steps(state: State, steps: int) -> int:
     return step
 
 
-def first_state(config: ConfigDict, init: Callable[[], State], like: State) -> State:
+def first_state(config: ConfigDict, init: Init, like: State) -> State:
     """The train state of step 0, see `init_or_restore`."""
-    state = compile_init(init, like)()
-    if config.checkpoint.init_from:
-        cfg = model_config(config)
-        state["params"] = first_parameters(config.checkpoint.init_from, cfg, state["params"])
-        if "ema" in state:
-            state["ema"] = jax.tree.map(jnp.copy, state["params"])
-        _say_limit(config, state["params"])
-    return state
+    address, cfg = config.checkpoint.init_from, model_config(config)
+    if not address:
+        if cfg.lora and distributed.is_first():
+            logger.warning(
+                "config.optimizer.lora.rank=%d adapts random weights, which stay frozen: set "
+                "config.checkpoint.init_from",
+                cfg.lora.rank,
+            )
+        return compile_init(init, like)()
+    plain = sharding.abstract_state(
+        {"params": jax.eval_shape(init.params)}, like["step"].sharding.mesh
+    )
+    new = compile_init(init.params, plain["params"])()
+    params = first_parameters(address, replace(cfg, lora=None), new)
+    _say_limit(config, params)
+    return compile_init(init.state, like)(params)
 
 
 def _say_limit(config: ConfigDict, params: Any) -> None:
