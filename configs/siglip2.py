@@ -28,7 +28,7 @@ def get_config() -> ConfigDict:
     config.data.name = "synthetic"
     config.data.image_size = 256
     config.data.context_length = 64
-    config.data.augment = False
+    config.data.augment.drawings = False
     config.mesh.data = 1
     config.mesh.fsdp = -1  # docs/scaling.md
     config.optimizer.name = "adamw"
