@@ -7,13 +7,14 @@
     python -m benchmarks.language_models --models tiny --out=tiny.json      # on any machine
 
 "blocks": the gradients of all parameters and of the input. "step": embedding, blocks, head, cross-entropy in
-chunks, and AdamW by optax, with donated buffers. The embedding, the head and routers are in bf16 in every
-arm; parameters are in float32. Arms: "flax" is plain Flax NNX in bf16, with `jax.lax.ragged_dot` for experts;
-a recipe alone is the same model converted by `swjax.nnx.quantize_model(blocks, {".*": recipe})`; "+fused" are
-the operations of swjax called by hand; "+8_bits" stores activations in int8; the others are Flax's fp8
-products and Qwix. PyTorch has its own program, language_models_torch.py, with the same shapes. With --mesh,
-devices share a whole step by FSDP: see language_models_fsdp.py. The batch is that of each device, and
-`efficiency` is the time of one device in the same run over the time of several.
+chunks, and optax's AdamW or --optimizer, with donated buffers. The embedding, the head and routers are in
+bf16 in every arm; parameters are in float32. Arms: "flax" is plain Flax NNX in bf16, with
+`jax.lax.ragged_dot` for experts; a recipe alone is the same model converted by
+`swjax.nnx.quantize_model(blocks, {".*": recipe})`; "+fused" are the operations of swjax called by hand;
+"+8_bits" stores activations in int8; the others are Flax's fp8 products and Qwix. PyTorch has its own
+program, language_models_torch.py, with the same shapes. With --mesh, devices share a whole step by FSDP: see
+language_models_fsdp.py. The batch is that of each device, and `efficiency` is the time of one device in the
+same run over the time of several.
 
 Data are random and on the device. Times are wall-clock times over consecutive calls, the median of REPEATS.
 Kernel times come from CUPTI, those of several devices from the profiler, a step. Memory is XLA's plan for a
@@ -58,6 +59,7 @@ from benchmarks.scaling_case import exchanged
 from benchmarks.scaling_profile import profile
 from swjax.diagnostics import device_time
 from swjax.models import sharding
+from swjax.optax import muon, stable_adamw
 from swjax.training.log.timing import peak_flops
 
 REPEATS = 3
@@ -77,6 +79,7 @@ class Case(NamedTuple):
     shape: Shape
     remat: bool
     reduce_dtype: str
+    optimizer: str = "adamw"
 
     @property
     def row(self) -> dict:
@@ -92,7 +95,8 @@ class Case(NamedTuple):
             "length": shape.length,
             "flops": shape.flops,
         }
-        return row | ({"reduce_dtype": self.reduce_dtype} if self.devices > 1 else {})
+        row |= {"reduce_dtype": self.reduce_dtype} if self.devices > 1 else {}
+        return row | ({"optimizer": self.optimizer} if self.optimizer != "adamw" else {})
 
 
 class Program(NamedTuple):
@@ -106,7 +110,8 @@ class Program(NamedTuple):
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv, ARMS)
     records = timing.Records(args.out, args.seconds)
-    cases = [Case(*chosen, args.remat, args.reduce_dtype) for chosen in selected(args)]
+    shared = args.remat, args.reduce_dtype, args.optimizer
+    cases = [Case(*chosen, *shared) for chosen in selected(args)]
     with ThreadPoolExecutor(args.at_once) as pool:
         programs = [pool.submit(prepare, case) for case in cases] if args.at_once > 1 else []
         wait(programs)
@@ -226,7 +231,12 @@ def blocks(case: Case) -> tuple[jax.stages.Compiled, Callable[[], Callable]]:
 def step(case: Case) -> tuple[jax.stages.Compiled, Callable[[], Callable]]:
     """Runs a whole training step; each call continues from the state of the one before."""
     shape, mesh = case.shape, fsdp.make_mesh(case.devices) if case.devices > 1 else None
-    optimizer = optax.adamw(LEARNING_RATE, b2=B2, weight_decay=WEIGHT_DECAY)
+    make = {
+        "adamw": optax.adamw,
+        "stable_adamw": stable_adamw,
+        "muon": partial(muon, dtype="float16"),
+    }
+    optimizer = make[case.optimizer](LEARNING_RATE, b2=B2, weight_decay=WEIGHT_DECAY)
 
     def model():
         blocks = ARMS[case.arm](shape, case.remat)

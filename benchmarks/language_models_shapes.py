@@ -98,7 +98,8 @@ MEASURED = tuple(model for model in MODELS if not model.startswith("tiny"))
 CHUNK = 512  # positions of each sequence whose logits exist at a time
 EPSILON, ROPE_BASE = 1e-6, 5e5
 MESH = "devices that share a whole step; the batch is that of each. Several: each in turn"
-LEARNING_RATE, B2, WEIGHT_DECAY = 3e-4, 0.95, 0.1  # of AdamW
+OPTIMIZERS = ("adamw", "stable_adamw", "muon")  # PyTorch's program has the first
+LEARNING_RATE, B2, WEIGHT_DECAY = 3e-4, 0.95, 0.1
 
 
 def parse(argv: list[str] | None, arms: Iterable[str]) -> argparse.Namespace:
@@ -118,6 +119,7 @@ def parse(argv: list[str] | None, arms: Iterable[str]) -> argparse.Namespace:
         default="float32",
         help="dtype in which devices sum the gradients of matrices",
     )
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="of whole steps")
     parser.add_argument("--remat", action="store_true", help="recompute each block's forward pass")
     parser.add_argument(
         "--at_once",

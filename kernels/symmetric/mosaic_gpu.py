@@ -221,8 +221,8 @@ def symmetric_product(
     stages, pieces = (4, 1) if addend is None else (3, TILE_N // PIECE)
 
     def symmetric_kernel(a, b, addend, factors, result, *refs):
-        *rings, out, mirrored, full, empty, arrived = refs
-        scratch = Scratch(*rings, out, full, empty, arrived, mirrored=mirrored)
+        a_ring, b_ring, pieces, mirrored, full, empty, arrived = refs
+        scratch = Scratch(a_ring, b_ring, pieces, full, empty, arrived, mirrored=mirrored)
         inputs, block = (a, b, addend, factors, result), lax.axis_index("block")
         work = SymmetricWork(*inputs, scratch, by_columns, stages, block, clusters)
         pipeline.run(work, scratch)

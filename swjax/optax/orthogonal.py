@@ -57,7 +57,7 @@ def muon(
     The Muon part is that of `optax.contrib.muon` with `consistent_rms=0.2`, apart from rounding and from
     matrices whose gradients are near 0, below 1e-7. Its products have operands of `dtype`. Matrices whose
     long side is at least 1.5 times the short one are iterated on their Gram matrix, which takes fewer
-    products. On NVIDIA GPUs a kernel computes one triangle of symmetric products of 16 bits.
+    products. On NVIDIA GPUs kernels compute one triangle of symmetric products of 16 bits.
 
     On a mesh the devices share the matrices under `jax.jit`. Each device gathers a whole stack, in `dtype`,
     and orthogonalizes a part of its matrices. Single matrices of one shape and sharding are stacked for this.
@@ -89,8 +89,9 @@ def muon(
       mask: the decayed parameters, as in `stable_adamw`. Default: all parameters.
       momentum: of Muon, in [0, 1), with Nesterov's correction.
       dtype: of the operands of Muon's products, of at least 16 bits; sums are in float32. On a GPU take
-        float16: it is as fast as bfloat16, which Jordan et al. use, and its errors are an eighth. Operands
-        are scaled, so that no gradient is too large or too small for it.
+        float16: it needs fewer products than bfloat16, which Jordan et al. use, and their errors are an
+        eighth. Operands are scaled, so that no gradient is too large or too small for it. For both, the
+        direction is rounded to bfloat16 first.
       block_axes: the axis or axes that enumerate stacked tensors, as in `stable_adamw`. Muon orthogonalizes
         each matrix of a stack; for parameters that AdamW updates, the axes set the RMS of `rms_by_path`.
       coefficients: of the Newton-Schulz iterations: "quintic", those of Jordan et al., or "polar_express",
