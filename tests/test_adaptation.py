@@ -159,6 +159,10 @@ def test_a_run_resumes_and_is_read_merged_and_exported(micro, tmp_path, caplog):
     assert not caplog.records
     assert_close(params, nnx.to_pure_dict(nnx.state(plain.model)), atol=1e-6)
     assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, theirs)
+    other = adapted(micro, checkpoint__init_from=address, model__embed_dim=24)
+    init, _ = make_init(other)
+    with pytest.raises(ConfigError, match="has no text/projection/kernel, vision/projection/kern"):
+        first_state(other, init, shapes(init))
     with pytest.raises(ConfigError, match="optimizer.lora.rank: 4 -> 8: change the keys back"):
         train(micro(optimizer__lora__rank=8), workdir)
 

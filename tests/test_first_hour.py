@@ -102,11 +102,15 @@ def test_fine_tuning(swjax, tmp_path):
     write_weights(tmp_path / "made")
     store(tmp_path / "hub", OPEN_CLIP, tmp_path / "made")
     shutil.rmtree(tmp_path / "made")
-    (train,) = commands("fine_tuning")
+    train, adapt, export = commands("fine_tuning")
     keys = {"train.steps": 6, "train.batch_size": 64, "model.dtype": "float32"}
     assert "val/text_to_image_R@10" in swjax(train, **keys)
     results = (tmp_path / "runs" / "tuned" / "results.json").read_text()
     assert "val/image_to_text_R@1" in results and '"step": 6' in results
+    swjax(adapt, **keys)
+    assert "open_clip.create_model('local-dir:exported')" in swjax(export)
+    tuned, merged = (inference.load(tmp_path / name) for name in ("runs/lora", "exported"))
+    assert tuned.cfg.lora.rank == 16 and merged.cfg.lora is None
 
 
 def test_evaluation(swjax, tmp_path):

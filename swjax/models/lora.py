@@ -81,10 +81,11 @@ def adapt(model: nnx.Module, lora: LoRA, rngs: nnx.Rngs) -> None:
             continue
         shape, limit = (*stack, k, lora.rank), k**-0.5
         draw = partial(jax.random.uniform, shape=shape, minval=-limit, maxval=limit)
+        object.__setattr__(layer, "__class__", LoRALinear)
+        assert isinstance(layer, LoRALinear), "it is one now"
         layer.lora_a = nnx.LoRAParam(draw(rngs.params()))
         layer.lora_b = nnx.LoRAParam(jnp.zeros((*stack, lora.rank, n)))
         layer.lora_scale = lora.scale
-        object.__setattr__(layer, "__class__", LoRALinear)
 
 
 def merged_parameters(model: nnx.Module) -> dict:
@@ -101,7 +102,7 @@ def merged_parameters(model: nnx.Module) -> dict:
     parameters = nnx.to_pure_dict(nnx.state(model))
     for path, layer in nnx.iter_modules(model):
         if isinstance(layer, Linear):
-            of_layer = parameters
+            of_layer: Any = parameters
             for name in path:
                 of_layer = of_layer[name]
             of_layer["kernel"] = _merged_kernel(layer)

@@ -164,8 +164,28 @@ def first_state(config: ConfigDict, init: Init, like: State) -> State:
     )
     new = compile_init(init.params, plain["params"])()
     params = first_parameters(address, replace(cfg, lora=None), new)
+    _refuse_frozen(config, params, new, like)
     _say_limit(config, params)
     return compile_init(init.state, like)(params)
+
+
+def _refuse_frozen(config: ConfigDict, params: Any, new: Any, like: State) -> None:
+    """Refuses parameters that are new, because the weights have none that fit, and would not be trained.
+
+    Args:
+      params: the result of `first_parameters`, which has arrays of `new` in their place.
+      new: initialized parameters.
+    """
+    _, frozen = split_frozen(like["params"], config.optimizer.freeze)
+    untrained = set(arrays_by_name(frozen))
+    given, fresh = arrays_by_name(params), arrays_by_name(new)
+    found = [name for name in given if given[name] is fresh[name] and name in untrained]
+    if found:
+        raise ConfigError(
+            f"config.checkpoint.init_from={config.checkpoint.init_from!r} has no {', '.join(found)} for this "
+            "config, which is frozen: leave out config.model.embed_dim, or freeze less, without "
+            "config.optimizer.lora"
+        )
 
 
 def _say_limit(config: ConfigDict, params: Any) -> None:
