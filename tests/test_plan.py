@@ -115,6 +115,16 @@ def test_predicted_memory_of_concurrent_kernels(row):
     assert predicted == pytest.approx(row["memory_gib"], rel=0.1)
 
 
+def test_predicted_memory_of_lora():
+    """Frozen kernels are read as stored, and layers save their input only."""
+    (row,) = (r for r in rows("train_step_lora_h200") if "LoRA 16" in r["implementation"])
+    config = config_lib.load(f"{ROOT}/configs/vitl14_bf16.py", [("optimizer.lora.rank", "16")])
+    with config.unlocked():
+        config.model.remat, config.train.batch_size = row["remat"], row["batch"]
+    predicted = plan.make(config, plan.Hardware.parse("h200:1")).memory.total / GIB
+    assert predicted == pytest.approx(row["memory_gib"], rel=0.1)
+
+
 def test_there_are_records_to_compare_with():
     assert len(FITTED) == 40 and len(held_out()) > 10
 

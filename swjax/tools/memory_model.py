@@ -2,9 +2,9 @@
 (concurrent kernels with quantized weight gradients: on an H100).
 
 A block keeps a number of *widths* for its backward pass. One width is an array of one number per token and
-feature. If the forward product has one scale per token, the block recomputes the outputs of LayerNorm and
-GELU, which leaves 10 of 16 widths. `tests/test_plan.py` compares the prediction with the runs of the fit and
-with other runs. The model was not compared with GPUs other than Hopper, nor with runs of LoRA.
+feature. If the forward product has one scale per token, or with LoRA, the block recomputes the outputs of
+LayerNorm and GELU, which leaves 10 of 16 widths. `tests/test_plan.py` compares the prediction with the runs
+of the fit and with other runs. The model was not compared with GPUs other than Hopper.
 """
 
 from typing import Any, NamedTuple
