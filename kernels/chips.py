@@ -24,7 +24,8 @@ class Chip:
       core_count: multiprocessors of an NVIDIA GPU.
       block_formats: recipes of block formats that its matrix units multiply.
       devices: JAX devices per chip.
-      memory: GiB that the driver reports, one for each size that is sold; () if unknown.
+      memory: GiB that the driver reports, for a TPU those that it has, one for each size that is sold; () if
+        unknown.
     """
 
     name: str
@@ -71,10 +72,10 @@ CHIPS = (
     Chip("GB200", r"GB200", "gpu", 2500, 5000, 5000, "10.0", 152, _BLACKWELL),
     Chip("B200", r"B200", "gpu", 2250, 4500, 4500, "10.0", 148, _BLACKWELL, memory=(179.1,)),
     Chip("RTX 5090", r"RTX ?5090", "gpu", 210, 419, 838, "12.0", 170, _BLACKWELL, memory=(31.8,)),
-    Chip("TPU v4", r"TPU v4$", "tpu", 275, None, None),
-    Chip("TPU v5e", r"TPU v5( lite|e)", "tpu", 197, None, 394),
-    Chip("TPU v5p", r"TPU v5", "tpu", 459, None, 918),
-    Chip("TPU v6e", r"TPU v6", "tpu", 920, 920, 1840),
+    Chip("TPU v4", r"TPU ?v4$", "tpu", 275, None, None, memory=(32.0,)),
+    Chip("TPU v5e", r"TPU ?v5( lite|e)", "tpu", 197, None, 394, memory=(16.0,)),
+    Chip("TPU v5p", r"TPU ?v5", "tpu", 459, None, 918, memory=(95.9,)),
+    Chip("TPU v6e", r"TPU ?v6", "tpu", 920, 920, 1840, memory=(32.0,)),
     Chip("TPU v7", r"TPU7", "tpu", 2310, 4600, None, devices=2),
     Chip("TPU 8i", r"TPU8i", "tpu", 1101, 8808, None, devices=2),
     Chip("TPU 8t", r"TPU8t", "tpu", 996, 5977, 996),

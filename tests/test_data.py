@@ -173,8 +173,8 @@ def test_memory_is_used_again_only_when_nobody_looks_at_it():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"batch_size": 25}, "a batch of 25 is larger than the data set of 24 examples"),
-        ({"batch_size": 9, "process_count": 3}, "a batch of 27 is larger"),
+        ({"batch_size": 25}, "the data set has 24 examples, fewer than a batch of 25: set"),
+        ({"batch_size": 9, "process_count": 3}, "fewer than a batch of 27: set train.batch_size"),
         ({"batch_size": 0}, "batch_size must be a whole number, at least 1, got 0"),
         ({"batch_size": 4.0}, "batch_size must be a whole number, at least 1, got 4.0"),
         ({"image_size": 0}, "image_size must be a whole number, at least 1, got 0"),

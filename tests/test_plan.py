@@ -229,11 +229,12 @@ def test_loader_processes_follow_from_the_rate(capsys, tmp_path, monkeypatch):
 def test_a_limit_of_the_environment_counts(monkeypatch):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
     assert plan.Hardware.parse("l4:2").limit == pytest.approx(0.9 * 22.0 * GIB)
+    assert plan.Hardware.parse("TPUv5p:4")[:3] == ("tpuv5p", 4, 95.9 * GIB)  # all of it
 
 
 def test_without_hardware_the_devices_here_count(capsys):
     assert train.main(["train.py", f"--config={ROOT}/configs/openmoji.py", "--plan"]) == 0
-    assert "its memory is unknown: name a GPU with --hardware" in capsys.readouterr().out
+    assert "its memory is unknown: name a GPU or TPU with --hardware" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -258,7 +259,10 @@ def test_bad_hardware_is_one_line(hardware, message, capsys):
 def test_data_that_a_run_would_refuse_are_refused(capsys, tmp_path):
     flags = ["--config.data.name=synthetic", "--config.data.synthetic.examples=100"]
     assert run("vitb32_int8", "h200:1", *flags) == 2
-    assert "a batch of 16384 is larger than the data set of 100" in capsys.readouterr().err
+    assert (
+        "the data set has 100 examples, fewer than a batch of 16384: set train.batch_size"
+        in capsys.readouterr().err
+    )
     flags = ["--config.eval.data=table", f"--config.data.table.splits.val={tmp_path}/no.csv"]
     assert run("vitb32_int8", "h200:1", *flags) == 2
     assert "no.csv: it does not exist" in capsys.readouterr().err

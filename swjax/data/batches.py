@@ -292,8 +292,8 @@ def check_batch_size(whole: int, examples: int) -> None:
     """Raises a ValueError if a batch over all processes is larger than the data set."""
     if whole > examples:
         raise ValueError(
-            f"a batch of {whole} is larger than the data set of {examples} examples: lower the "
-            "batch size"
+            f"the data set has {examples} examples, fewer than a batch of {whole}: set train.batch_size, "
+            f"of all processes, to {examples} or less"
         )
 
 

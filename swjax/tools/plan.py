@@ -108,7 +108,7 @@ class Hardware(NamedTuple):
     def parse(cls, text: str) -> "Hardware":
         """Parses "KIND:COUNT" or "KIND"; "" means the devices of this machine.
 
-        The kind is a GPU, or the memory of any other device, such as "48GiB".
+        The kind is a GPU or a TPU, or the memory of any other device, such as "48GiB".
 
         Raises:
           ConfigError: the kind is unknown, or the count is not a positive number.
@@ -122,7 +122,7 @@ class Hardware(NamedTuple):
             return cls(device.device_kind, jax.device_count(), stats.get("bytes_limit"))
         name, _, count = text.partition(":")
         size = re.fullmatch(r"(\d+(?:\.\d+)?)gib", name.lower())
-        found = (name.lower(), float(size[1])) if size else _gpu(name)
+        found = (name.lower(), float(size[1])) if size else _chip(name)
         if not found or not found[1]:
             known = ", ".join(_kind(chip, gib) for chip in chips.CHIPS for gib in chip.memory)
             raise ConfigError(
@@ -132,7 +132,8 @@ class Hardware(NamedTuple):
         if not (count or "1").isdecimal() or int(count or 1) < 1:
             raise ConfigError(f"--hardware={text}: write KIND:COUNT, such as {name}:8")
         kind, gib = found
-        return cls(kind, int(count or 1), fraction() * gib * GIB, None if size else gib)
+        share = 1 if kind.startswith("tpu") else fraction()
+        return cls(kind, int(count or 1), share * gib * GIB, None if size else gib)
 
 
 def _kind(chip: chips.Chip, gib: float) -> str:
@@ -140,15 +141,17 @@ def _kind(chip: chips.Chip, gib: float) -> str:
     return chip.name.lower().replace(" ", "") + size
 
 
-def _gpu(name: str) -> tuple[str, float] | None:
-    """The kind and the GiB of a GPU by one of its names; None if its memory is unknown.
+def _chip(name: str) -> tuple[str, float] | None:
+    """The kind and the GiB of a chip by one of its names; None if its memory is unknown.
 
-    >>> _gpu("A100"), _gpu("4090"), _gpu("h100-80"), _gpu("h100-40")
-    (('a100-40', 39.4), ('rtx4090', 23.5), ('h100', 79.1), None)
+    >>> _chip("A100"), _chip("4090"), _chip("h100-80"), _chip("h100-40"), _chip("v5e")
+    (('a100-40', 39.4), ('rtx4090', 23.5), ('h100', 79.1), None, ('tpuv5e', 16.0))
     """
     model, _, size = name.partition("-")
+    names = (model, f"rtx{model}", model.lower().removeprefix("tpu"))
     for chip in chips.CHIPS:
-        named = any(re.fullmatch(chip.device_kind, each, re.I) for each in (model, f"rtx{model}"))
+        own = chip.name.removeprefix("TPU ")
+        named = own in names or any(re.fullmatch(chip.device_kind, each, re.I) for each in names)
         for gib in chip.memory if named else ():
             if size in ("", str(math.ceil(gib))):
                 return _kind(chip, gib), gib
@@ -366,9 +369,11 @@ def check(plan: Plan) -> None:
 
 def _limit(hardware: Hardware) -> str:
     if hardware.limit is None:
-        return "; its memory is unknown: name a GPU with --hardware"
+        return "; its memory is unknown: name a GPU or TPU with --hardware"
     if hardware.memory is None:
         return f", {_gib(hardware.limit)} each for JAX"
+    if hardware.kind.startswith("tpu"):
+        return f", {hardware.memory:.1f} GiB each; the prediction was compared with GPUs only"
     return (
         f", {hardware.memory:.1f} GiB each, of which JAX takes {_gib(hardware.limit)} "
         f"(XLA_PYTHON_CLIENT_MEM_FRACTION={fraction():g})"
