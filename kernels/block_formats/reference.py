@@ -281,7 +281,7 @@ def for_matrix_units(
 def _pairs_of_last_axis(x: jax.Array) -> jax.Array:
     """x, in which neighbours of the last axis share a byte if they have 4 bits, as matrix units read them.
 
-    Otherwise XLA for GPUs leaves out transposes, and multiplies values that lie along another axis in 16 bits.
+    Otherwise XLA for GPUs leaves out transposes, and multiplies in 16 bits.
     """
     if (
         x.dtype != jnp.float4_e2m1fn or targets.platform() == "cpu"
