@@ -95,6 +95,18 @@ def platform(mesh: AbstractMesh | None = None) -> str:
     return current(mesh).platform
 
 
+def multiplies_blocks(mesh: AbstractMesh | None = None) -> bool:
+    """Whether matrix units multiply MXFP8 and NVFP4, and XLA compiles products for them: B200 and B300.
+
+    XLA of jax 0.12 aborts for the RTX 5090. `mesh`: see `current`.
+
+    >>> with compiling_for("B200"):
+    ...     multiplies_blocks()
+    True
+    """
+    return current(mesh).compute_capability in ("10.0", "10.3")
+
+
 def device_count() -> int:
     """The number of devices that the program may run on.
 

@@ -85,10 +85,10 @@ def _tell(name: str, where: str) -> None:
     print(f"swjax: the recipe 'auto' is {name!r} on {where}", file=sys.stderr)
 
 
-def warn_if_slow(dtypes: Iterable[str], in_blocks: bool = False) -> None:
+def warn_if_slow(dtypes: Iterable[str], emulated: bool = False) -> None:
     """Warns once for a chip if products of these quantized dtypes are not faster on it than those of bf16.
 
-    `in_blocks`: whether a recipe has products in block formats, which are emulated. On CPUs nothing warns.
+    `emulated`: whether a recipe has emulated products in block formats. On CPUs nothing warns.
 
     >>> with targets.compiling_for("TPU v5e"):
     ...     warn_if_slow(["int8"])
@@ -96,7 +96,7 @@ def warn_if_slow(dtypes: Iterable[str], in_blocks: bool = False) -> None:
     target = targets.current()
     if target.platform == "cpu":
         return
-    if in_blocks:
+    if emulated:
         _warn_of_emulation(target.device_kind)
     if (chip := chip_of(target)) is None:
         return

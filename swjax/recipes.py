@@ -31,6 +31,12 @@ STATIC_SCOPES = ("unit", "fan_in")
 WEIGHT_SCOPES = ("square", "column", "fan_in")  # of weights only
 SCOPES = ("row", "channel", "tensor", "block", *STATIC_SCOPES, *BLOCK_SCOPES)
 ROTATIONS = (1, 2, 4, 8, 16, 32, 64, 128)
+# What matrix units of Blackwell multiply: (dtype, block, scale).
+HARDWARE_BLOCKS = (
+    ("float8_e4m3fn", 32, "float8_e8m0fnu"),
+    ("float8_e5m2", 32, "float8_e8m0fnu"),
+    ("float4_e2m1fn", 16, "float8_e4m3fn"),
+)
 LONGEST_INT8_SUM = 2**17  # an int32 sum holds 2**31 / 127**2 = 133,144 int8 products
 
 
@@ -77,6 +83,11 @@ class Quantizer:
     def in_blocks(self) -> bool:
         """Whether scales vary along the contraction, so that the product is emulated."""
         return self.scope in BLOCK_SCOPES
+
+    @property
+    def in_hardware(self) -> bool:
+        """Whether matrix units of Blackwell multiply this block format."""
+        return (self.dtype, self.block, self.scale) in HARDWARE_BLOCKS
 
     @property
     def is_static(self) -> bool:
@@ -192,6 +203,11 @@ class Product:
                 f"scopes of weights {WEIGHT_SCOPES} are for rhs, "
                 f"got {self.lhs.scope} and {self.rhs.scope}"
             )
+        if self.in_blocks and (self.lhs.block, self.lhs.scale) != (self.rhs.block, self.rhs.scale):
+            raise ValueError(
+                "Product needs the same block and format of scales for both operands, got "
+                f"{self.lhs.block} {self.lhs.scale} and {self.rhs.block} {self.rhs.scale}"
+            )
         rotations = {q.rotation for q in (self.lhs, self.rhs) if q.scope != "block"}
         if len(rotations) > 1:
             raise ValueError(
@@ -295,10 +311,17 @@ class Recipe:
         )
         return replace(self, fwd=fwd, dgrad=dgrad)
 
-    @property
-    def in_blocks(self) -> bool:
-        """Whether products are emulated, see `Quantizer`."""
-        return any(p.in_blocks for p in (self.fwd, self.dgrad, self.wgrad) if p)
+    def is_emulated(self, matrix_units: bool = False) -> bool:
+        """Whether products are emulated, see `Quantizer`.
+
+        Args:
+          matrix_units: whether there are those of `swjax.kernels.targets.multiplies_blocks`.
+
+        >>> [RECIPES[name].is_emulated(matrix_units=True) for name in ("mxfp8", "fp8_block128")]
+        [False, True]
+        """
+        blocks = [p.lhs for p in (self.fwd, self.dgrad, self.wgrad) if p and p.in_blocks]
+        return bool(blocks) and not (matrix_units and all(q.in_hardware for q in blocks))
 
     @property
     def dtypes(self) -> tuple[str, ...]:

@@ -131,7 +131,7 @@ def require(implementation, recipe="switchback"):
     """Skips a test, with the reason, if no layer of `recipe` can run in `implementation` on this machine."""
     if (recipe, implementation) == ("standard", "triton"):
         pytest.skip("Triton has none of this recipe's products")
-    if RECIPES[recipe].in_blocks and jax.default_backend() != "cpu":
+    if RECIPES[recipe].is_emulated() and jax.default_backend() != "cpu":
         pytest.skip("products in block formats are emulated through XLA, which warns")
     if recipe == "fp8_hadamard" and implementation not in ("xla", None):
         pytest.skip("kernels for the weight gradient of rotated tokens are int8 only")

@@ -11,6 +11,7 @@ import pytest
 from numeric import floor_db, snr_db
 
 import swjax
+from swjax.kernels import targets
 from swjax.kernels.block_formats.reference import emulated, quantize_blocks
 from swjax.recipes import RECIPES, Product, Quantizer, Recipe
 
@@ -273,6 +274,34 @@ def test_a_gradient_seeds_its_rounding():
     assert np.mean(np.asarray(other[:32] != want[:32])) > 0.3
 
 
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+def test_matrix_units_get_the_emulated_values(name, monkeypatch):
+    """The program for Blackwell, which XLA for CPUs multiplies in bfloat16; also a NaN, and odd lengths."""
+    rng = np.random.default_rng(0)
+    layer = partial(swjax.switchback, recipe=name)
+
+    def results():
+        found = []
+        for tokens, k, n in ((64, 96, 32), (64, 40, 32)):  # 40: emulated
+            x, w, g = (
+                jnp.asarray(rng.normal(size=s), jnp.float32)
+                for s in ((2, tokens // 2, k), (k, n), (2, tokens // 2, n))
+            )
+            bias, addend = jnp.ones(n), g
+            y, vjp = jax.vjp(partial(layer, bias=bias, addend=addend), x, w)
+            found += [y, *vjp(g), layer(x.at[1, 2, 3].set(jnp.nan), w)]
+        return found
+
+    rng, wanted = np.random.default_rng(0), results()
+    monkeypatch.setattr(targets, "multiplies_blocks", lambda mesh=None: True)
+    rng, got = np.random.default_rng(0), results()
+    for a, b in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+    x, w = jnp.ones((32, 32)), jnp.ones((32, 32))
+    of = lambda **options: str(jax.make_jaxpr(partial(layer, **options))(x, w))
+    assert "scaled_dot" in of() and "scaled_dot" not in of(implementation="xla")
+
+
 E4M3_ROW, SQUARE = Quantizer("float8_e4m3fn", "row"), Quantizer("float8_e4m3fn", "square", 128)
 MX, NV = RECIPES["mxfp8"], RECIPES["nvfp4"]
 X, W = jnp.ones((4, 8)), jnp.ones((8, 4))
@@ -303,6 +332,10 @@ X, W = jnp.ones((4, 8)), jnp.ones((8, 4))
         (
             lambda: Recipe(NV.fwd, estimator=5.0),
             "needs a power of at least 1 and a w with scope='column' in fwd, got 5.0: 0 turns it off",
+        ),
+        (
+            lambda: Product(NV.fwd.lhs, MX.fwd.rhs),
+            "same block and format of scales .* got 16 float8_e4m3fn and 32 float8_e8m0fnu",
         ),
         (lambda: Product(E4M3_ROW, SQUARE), "segments with segments .* got row and square"),
         (lambda: Recipe(MX.fwd, MX.dgrad, save_quantized=True), "saves no block formats"),

@@ -47,7 +47,7 @@ def topology(platform, name, **options):
         pytest.skip(f"needs a compiler for {platform}: {error!s:.100}")
 
 
-def compiled(recipe, sharding_of, layout=None, shape=(TOKENS, K, N)):
+def compiled(recipe, sharding_of, layout=None, shape=(TOKENS, K, N), compiler_options=None):
     """The optimized HLO of a layer, forward and backward, for the devices of the shardings."""
     tokens, k, n = shape
     (x, w, g) = (
@@ -65,7 +65,8 @@ def compiled(recipe, sharding_of, layout=None, shape=(TOKENS, K, N)):
         return y, *vjp(g)
 
     platform = {"tpu": "tpu", "gpu": "cuda"}[targets.platform()]
-    return jax.jit(layer).trace(x, w, g).lower(lowering_platforms=(platform,)).compile().as_text()
+    lowered = jax.jit(layer).trace(x, w, g).lower(lowering_platforms=(platform,))
+    return lowered.compile(compiler_options).as_text()
 
 
 def products(text):
@@ -159,6 +160,7 @@ device_description_str: "NVIDIA {chip.name}"
         ("B200", "switchback", {"triton": 5}),
         ("B300", "fp8_switchback", {"triton": 5}),
         ("B200", "nvfp4", {}),
+        ("B200", "mxfp8", {}),
     ],
 )
 def test_layers_compile_for_nvidia_gpus(name, recipe, kernels, monkeypatch):
@@ -180,9 +182,16 @@ def test_layers_compile_for_nvidia_gpus(name, recipe, kernels, monkeypatch):
     with targets.compiling_for(device) as target, dispatch.record() as calls:
         assert target.compute_capability == chip.compute_capability
         placed = (jax.sharding.SingleDeviceSharding(device),) * 3
-        text = compiled(recipe, placed, shape=(4096, 1280, 5120))
+        triton = {"xla_gpu_enable_triton_gemm": not kernels}  # multiplies blocks
+        text = compiled(recipe, placed, shape=(4096, 1280, 5120), compiler_options=triton)
     chosen = collections.Counter(implementation for _, implementation in calls)
     chosen.pop("xla", None)
     assert chosen == kernels
     custom = collections.Counter(re.findall(r'custom_call_target="(triton|mosaic_gpu)', text))
     assert custom == kernels
+    if not kernels:
+        # Matrix units read blocks along the last axis in memory.
+        scaled = re.findall(
+            r"\[[\d,]+\]\{1,0\} scaled-dot\(.*lhs_contracting_dims=\{1\}, rhs_con", text
+        )
+        assert len(scaled) == 3 and text.count("f4e2m1fn[" if recipe == "nvfp4" else "f8e8m0fnu[")

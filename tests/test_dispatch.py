@@ -467,7 +467,7 @@ def test_layers_fit_together_as_on_a_gpu(gpu, recipe, implementation):
     """Traces layers without running them: kernels take other operand layouts than XLA does."""
     pytest.importorskip("jax_triton", reason="needs jax-triton, which is for Python 3.12")
     gpu()
-    emulated = RECIPES[recipe].in_blocks
+    emulated = RECIPES[recipe].is_emulated()
     without = emulated and recipe != "fp4_dge"  # whose weight gradient is fp8
     if (recipe, implementation) == ("standard", "triton") or (without and implementation):
         with pytest.raises(ValueError, match="has none of the products of this layer"):

@@ -39,6 +39,7 @@ import swjax.nnx
 from swjax import Gelu, LayerNorm, Layout, RMSNorm
 from swjax.attention import with_kernels
 from swjax.diagnostics import measure
+from swjax.kernels import targets
 from swjax.recipes import RECIPES
 from swjax.testing import collectives
 
@@ -84,15 +85,23 @@ def test_values_are_those_of_one_device(name, case, kind):
 
 
 @pytest.mark.parametrize(
-    "name, k", [("nvfp4", 128), release("mxfp8", 256), release("fp8_block128", 1024)]
+    "name, k, matrix_units",
+    [
+        ("nvfp4", 128, False),
+        ("mxfp8", 256, True),
+        release("nvfp4", 128, True),
+        release("mxfp8", 256, False),
+        release("fp8_block128", 1024, False),
+    ],
 )
-def test_shards_of_whole_blocks_have_the_blocks_of_one_device(name, k):
+def test_shards_of_whole_blocks_have_the_blocks_of_one_device(name, k, matrix_units, monkeypatch):
     sizes = {"k": k, "n": 64}
+    want = one_device(name, **sizes)
+    monkeypatch.setattr(targets, "multiplies_blocks", lambda mesh=None: matrix_units)
     mesh, layout, args, g = sharded("fsdp_rows", **sizes)
     layer = partial(swjax.switchback, recipe=name, layout=layout)
     with jax.set_mesh(mesh):
         got = jax.jit(partial(gradients, layer))(args, g)
-    want = one_device(name, **sizes)
     seeded = name == "nvfp4"  # the elements of a device seed its rounding of g
     assert snr_db(got[1], want[1]) > OWN_DB[name]
     compare(got[: 2 - seeded], want[: 2 - seeded])

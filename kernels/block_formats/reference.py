@@ -1,5 +1,5 @@
 """Formats whose blocks of neighbours share a scale, emulated: values are rounded as in hardware, and
-multiplied in bfloat16 or float32.
+multiplied in bfloat16 or float32. Matrix units of Blackwell multiply MXFP8 and NVFP4 themselves.
 
 A block has one scale, in float32 or in an 8-bit format; NVFP4 adds one float32 scale for the whole array.
 bfloat16 holds values times scales of MXFP8 and NVFP4 exactly, so a bfloat16 product with float32 sums
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from swjax.kernels import targets
 from swjax.kernels.formats import (
     LARGEST,
     SMALLEST_ABSMAX,
@@ -35,8 +36,8 @@ class Blocks(NamedTuple):
     """An array in a block format: ``values * scales * scale``, each scale repeated over its block.
 
     Attributes:
-      values: float32 [...], values of the element format.
-      scales: float32, values of the format of the scales, one for each block; the last block may be shorter.
+      values: float32 [...], values of the element format; or in that format, see `for_matrix_units`.
+      scales: the same of the format of the scales, one for each block; the last block may be shorter.
       scale: float32 with one element.
     """
 
@@ -154,7 +155,8 @@ def quantize_blocks(
     shape, spread = x.shape, (axis, block, square)
     scaled = to_float32(x) * _spread(factors, shape, *spread)
     values = jnp.clip(round_to_fp8(scaled, dtype, bits), -largest, largest)
-    return Blocks(jnp.where(_spread(finite, shape, *spread), values, jnp.nan), scales, one)
+    values = jnp.where(_spread(finite, shape, *spread), values, jnp.nan)
+    return Blocks(values, jnp.where(finite, scales, jnp.nan), one)
 
 
 def random_bits(x: jax.Array, shape: tuple[int, ...], stream: int = 0) -> jax.Array:
@@ -248,6 +250,88 @@ def clamped(x: jax.Array, quantile: float) -> jax.Array:
         ordered[..., rank : rank + 1] for rank in (int((1 - quantile) * n), int(quantile * n))
     )
     return jnp.clip(x, low, high)
+
+
+def for_matrix_units(
+    x: Blocks, axis: int, block: int, *, square: bool = False, dtype: str, scale: str
+) -> Blocks:
+    """Converts the result of `quantize_blocks` to the formats of elements and scales, with `axis` last.
+
+    Args:
+      x: the result; the block divides the length of the axis.
+      axis, block, square, dtype, scale: those of `quantize_blocks`. Each row of a square gets its scale.
+
+    Returns:
+      Blocks.
+
+    >>> options = {"dtype": "float8_e4m3fn", "block": 2, "scale": "float8_e8m0fnu"}
+    >>> x = for_matrix_units(quantize_blocks(jnp.ones((4, 3)), 0, **options), 0, **options)
+    >>> x.values.shape, x.scales.shape, x.scales.dtype.name
+    ((3, 4), (3, 2), 'float8_e8m0fnu')
+    """
+    values, scales = x.values, x.scales
+    if square:
+        other = 1 - axis % 2
+        scales = jnp.repeat(scales, block, other)
+        scales = lax.slice_in_dim(scales, 0, values.shape[other], axis=other)
+    values, scales = (jnp.moveaxis(a, axis, -1) for a in (values, scales))
+    return Blocks(_pairs_of_last_axis(values.astype(dtype)), scales.astype(scale), x.scale)
+
+
+def _pairs_of_last_axis(x: jax.Array) -> jax.Array:
+    """x, in which neighbours of the last axis share a byte if they have 4 bits, as matrix units read them.
+
+    Otherwise XLA for GPUs leaves out transposes, and multiplies in 16 bits.
+    """
+    if (
+        x.dtype != jnp.float4_e2m1fn or targets.platform() == "cpu"
+    ):  # XLA for CPUs has no such bitcast
+        return x
+    pairs = x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2)
+    packed = lax.optimization_barrier(lax.bitcast_convert_type(pairs, jnp.uint8))
+    return lax.bitcast_convert_type(packed, x.dtype).reshape(x.shape)
+
+
+def block_matmul(
+    a: Blocks,
+    b: Blocks,
+    bias: jax.Array | None = None,
+    addend: jax.Array | None = None,
+    *,
+    out_dtype: str,
+) -> jax.Array:
+    """``a bT + bias + addend`` of two arrays of `for_matrix_units`, multiplied by matrix units that can.
+
+    XLA for Blackwell multiplies MXFP8 and NVFP4 as they are, and sums in float32. Elsewhere it multiplies
+    values times scales, which bfloat16 holds exactly.
+
+    Args:
+      a: [..., k].
+      b: [n, k].
+      bias: [n] or None.
+      addend: [..., n] or None.
+      out_dtype: dtype of the result.
+
+    Returns:
+      [..., n] in `out_dtype`.
+
+    >>> options = {"dtype": "float8_e4m3fn", "block": 2, "scale": "float8_e8m0fnu"}
+    >>> x = for_matrix_units(quantize_blocks(jnp.ones((1, 2)), **options), -1, **options)
+    >>> block_matmul(x, x, out_dtype="float32").tolist()
+    [[2.0]]
+    """
+    values, scales = (part.reshape(-1, part.shape[-1]) for part in (a.values, a.scales))
+    y = lax.scaled_dot(
+        values,
+        b.values,
+        lhs_scale=scales,
+        rhs_scale=b.scales,
+        dimension_numbers=(((1,), (1,)), ((), ())),
+        preferred_element_type=jnp.float32,
+    ).reshape(*a.values.shape[:-1], b.values.shape[0])
+    y = y * (a.scale.reshape(()) * b.scale.reshape(()))
+    y = y if bias is None else y + to_float32(bias).reshape((1,) * (y.ndim - 1) + bias.shape)
+    return (y if addend is None else y + to_float32(addend)).astype(out_dtype)
 
 
 def _split(x: jax.Array, axis: int, block: int) -> jax.Array:

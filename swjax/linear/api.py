@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from swjax import auto, recipes
-from swjax.kernels import dispatch, reference
+from swjax.kernels import dispatch, reference, targets
 from swjax.kernels.reference import QTensor
 from swjax.kernels.rotations.reference import rotate_features
 from swjax.linear.checks import (
@@ -343,7 +343,8 @@ def _layer(
     recipe = _rotating(recipes.get(recipe, weight_array(w).shape), w, sharding)
     if isinstance(w, QTensor):
         recipe = recipe.with_constant_weight()
-    auto.warn_if_slow(recipe.dtypes, recipe.in_blocks)
+    matrix_units = targets.multiplies_blocks() and implementation != "xla"
+    auto.warn_if_slow(recipe.dtypes, recipe.is_emulated(matrix_units))
     dispatch.check_products(implementation, _products(recipe))
     kind = jnp.inexact if jnp.iscomplexobj(x) else jnp.floating
     if out_dtype is not None and not jnp.issubdtype(out_dtype, kind):

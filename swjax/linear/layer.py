@@ -16,9 +16,16 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from swjax.kernels import dispatch, reference, targets
-from swjax.kernels.block_formats.reference import clamped, emulated, quantize_blocks, random_bits
+from swjax.kernels.block_formats.reference import (
+    Blocks,
+    clamped,
+    emulated,
+    for_matrix_units,
+    quantize_blocks,
+    random_bits,
+)
 from swjax.kernels.reference import QTensor
-from swjax.linear.layouts import Spec, as_matrix, quantized_specs, specs_of
+from swjax.linear.layouts import Spec, as_matrix, block_specs, quantized_specs, specs_of
 from swjax.linear.sharding import Sharding
 from swjax.recipes import Product, Quantizer, Recipe
 
@@ -63,20 +70,32 @@ class Layer:
         """
         return targets.platform(self.sharding.mesh) == "gpu" and self.implementation != "xla"
 
+    def multiplies_blocks(self, quantizer: Quantizer, length: int) -> bool:
+        """Whether matrix units multiply operands of this block format, whose sum has this length.
+
+        Blocks must divide the part of each device.
+        """
+        mesh = self.sharding.mesh
+        if self.implementation == "xla" or not targets.multiplies_blocks(mesh):
+            return False
+        parts = quantizer.block * (1 if mesh is None else mesh.size)
+        # A number of tokens that `jax.export` does not know is no integer.
+        return quantizer.in_hardware and isinstance(length, int) and length % parts == 0
+
 
 class Operand(NamedTuple):
     """The available representations of an array [..., n]; a representation that was not computed is None.
 
     Attributes:
       array: the array itself.
-      quantized: the quantized matrix.
+      quantized: the quantized matrix, a QTensor; in a product that matrix units multiply in blocks, Blocks.
       transposed: the quantized transpose of a matrix without leading axes, as `quantize_weight` returns it.
       token_sum: of a gradient [..., n], the sum over all tokens, [n] float32: the gradient of a bias.
     """
 
     array: jax.Array | None = None
-    quantized: QTensor | None = None
-    transposed: QTensor | None = None
+    quantized: Any = None
+    transposed: Any = None
     token_sum: jax.Array | None = None
 
 
@@ -126,9 +145,11 @@ def read(
             return only
     array = as_array(operand, "float32") if operand.array is None else operand.array
     if quantizer.in_blocks:
-        return Operand(quantized=quantize_in_blocks(quantizer, array, spec, axis, layer))
-    transpose = axis == 0 and layer.reads_last_axis
-    q = quantize_sharded(quantizer, array, spec, axis, layer, transpose=transpose)
+        q = quantize_in_blocks(quantizer, array, spec, axis, layer)
+        transpose = axis == 0 and isinstance(q, Blocks)
+    else:
+        transpose = axis == 0 and layer.reads_last_axis
+        q = quantize_sharded(quantizer, array, spec, axis, layer, transpose=transpose)
     return Operand(transposed=q) if transpose else Operand(quantized=q)
 
 
@@ -197,8 +218,10 @@ def quantize_sharded(
 
 def quantize_in_blocks(
     quantizer: Quantizer, x: jax.Array, spec: Spec, axis: int, layer: Layer
-) -> QTensor:
+) -> QTensor | Blocks:
     """Rounds x to a block format for a product that sums over `axis`; for axis 0, as a matrix of all tokens.
+
+    Returns a QTensor whose values include the scales; or for matrix units Blocks, with the axis last.
 
     Each device forms blocks of its own elements. To rotate tokens, zeros fill the last group of a device, for
     both operands of the weight gradient alike. The elements of a device seed its stochastic rounding.
@@ -206,6 +229,8 @@ def quantize_in_blocks(
     axis = 0 if quantizer.scope == "column" else axis
     sharding, whole = layer.sharding, as_matrix(spec, False) if axis == 0 else spec
     rotation = quantizer.rotation
+    length = x.shape[-1] if axis == -1 else math.prod(x.shape[:-1])
+    matrix_units = layer.multiplies_blocks(quantizer, length)
 
     def step(x):
         given = x
@@ -219,32 +244,30 @@ def quantize_in_blocks(
         if sharding.sharded_axes(*whole):
             absmax = reference.absolute_maximum(x, tuple(range(x.ndim)))
             absmax = sharding.maximum(absmax, *whole)
-        return _in_blocks(x, absmax, bits, axis, quantizer)
+        return _in_blocks(x, absmax, bits, axis, quantizer, matrix_units)
 
-    specs = quantized_specs(whole, Spec(() for _ in whole))
+    specs: Any = quantized_specs(whole, Spec(() for _ in whole))
+    if matrix_units:
+        specs = block_specs(whole if axis == -1 else Spec(reversed(whole)))
     return sharding.map_shards(step, (x,), (spec,), specs)
 
 
 # One program also outside `jax.jit`, instead of one for each of its 40 operations.
-@partial(jax.jit, static_argnames=("axis", "quantizer"))
+@partial(jax.jit, static_argnames=("axis", "quantizer", "matrix_units"))
 def _in_blocks(
     x: jax.Array,
     absmax: jax.Array | None,
     bits: jax.Array | None,
     axis: int,
     quantizer: Quantizer,
-) -> QTensor:
+    matrix_units: bool,
+) -> QTensor | Blocks:
     block, square = quantizer.block or max(x.shape[axis], 1), quantizer.scope == "square"
-    blocks = quantize_blocks(
-        x,
-        axis,
-        dtype=quantizer.dtype,
-        block=block,
-        scale=quantizer.scale,
-        square=square,
-        absmax=absmax,
-        bits=bits,
-    )
+    options: dict[str, Any] = {"dtype": quantizer.dtype, "block": block, "square": square}
+    options["scale"] = quantizer.scale
+    blocks = quantize_blocks(x, axis, absmax=absmax, bits=bits, **options)
+    if matrix_units:
+        return for_matrix_units(blocks, axis, **options)
     dtype = "float32" if quantizer.scale == "float32" else "bfloat16"
     return emulated(blocks, axis, block, square=square, dtype=dtype)
 

@@ -9,6 +9,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from swjax.kernels.block_formats.reference import Blocks
 from swjax.kernels.reference import QTensor
 
 Axes = tuple[str, ...]  # mesh axes that shard one dimension of an array, major to minor
@@ -140,10 +141,18 @@ def quantized_specs(values: SpecTree, scale: SpecTree) -> QTensor:
     return QTensor(values, scale)
 
 
-def specs_of(q: QTensor, spec: Spec) -> QTensor:
+def specs_of(q: QTensor | Blocks, spec: Spec) -> QTensor | Blocks:
     """The specs of a quantized array; the scale is replicated along dimensions of length 1."""
+    if isinstance(q, Blocks):
+        return block_specs(spec)
     sizes = zip(spec, q.scale.shape)
     return quantized_specs(spec, Spec(axes if size != 1 else () for axes, size in sizes))
+
+
+def block_specs(spec: SpecTree) -> Blocks:
+    """A Blocks of specs: each device has blocks of its own."""
+    none: SpecTree = Spec()
+    return Blocks(spec, spec, none)
 
 
 def union(spec: Iterable[Axes]) -> Axes:

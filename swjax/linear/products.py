@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from swjax.kernels import dispatch, reference
-from swjax.kernels.block_formats.reference import estimator
+from swjax.kernels.block_formats.reference import Blocks, block_matmul, estimator
 from swjax.kernels.formats import INVERSE, SMALLEST_ABSMAX
 from swjax.kernels.reference import QTensor
 from swjax.linear.gradient_sums import EIGHT_BITS
@@ -243,6 +243,8 @@ def _product(
 ) -> jax.Array:
     """``a b + bias + addend``, summed over `axes` of the two matrices; both are quantized, or neither."""
     (lhs, axis_a), (rhs, axis_b) = stored(a, axes[0]), stored(b, axes[1])
+    if isinstance(lhs, Blocks):
+        return block_matmul(lhs, rhs, bias, addend, out_dtype=out_dtype)
     if isinstance(lhs, QTensor):
         options: dict[str, Any] = {"contract": (axis_a, axis_b)}
         if lhs.values.dtype.itemsize > 1:  # of a block format, which no kernel multiplies
