@@ -204,6 +204,30 @@ def test_parameters_cast_before_a_scan_are_read_as_stored():
     np.testing.assert_array_equal(first, inside)
 
 
+def test_layers_that_a_loop_picks_from_a_stack_and_multiplies_by_one():
+    """As Haliax does. A parameter that an activation picks stays a lookup."""
+
+    def picked(w, x):
+        def step(carry, _):
+            i, x = carry
+            return (i + 1, jnp.tanh(x @ (jnp.take(w, i, axis=0) * 1.0))), None
+
+        return jax.lax.scan(step, (0, x), None, length=2)[0][1]
+
+    def scanned(w, x):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
+
+    w = jnp.stack([draw(WIDTH, WIDTH)] * 2)
+    int8, want = (swjax.quantized(fn, {".*": "switchback"}) for fn in (picked, scanned))
+    step = lambda fn: jax.jit(jax.value_and_grad(lambda w, x: jnp.sum(fn(w, x) ** 2)))
+    for got, wanted in zip(step(int8)(w, X), step(want)(w, X), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(jax.jit(int8)(int8.freeze(w, X), X), jax.jit(int8)(w, X))
+    looked_up = lambda w, x: x[0] @ jnp.take(w, jnp.argmax(x[0, 0]), axis=0)
+    report = swjax.quantized(looked_up, {".*": "switchback"}).report(w[0], X)
+    assert [product.reason for product in report] == ["a lookup", "both operands are activations"]
+
+
 def test_a_step_that_differentiates_inside():
     """Its input gradients are int8 products too, and its weight gradients are not."""
     step = swjax.quantized(jax.grad(lambda w, x: jnp.sum((jnp.tanh(x @ w["a"]) @ w["b"]) ** 2)))

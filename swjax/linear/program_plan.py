@@ -25,8 +25,10 @@ from swjax.linear.program_run import (
     as_it_is,
     inline,
     move,
+    multiplied_by_one,
     multiply,
     multiply_ragged,
+    picked_axis,
     run,
 )
 from swjax.recipes import QUANTIZED_DTYPES, Recipe
@@ -134,9 +136,12 @@ class Planner:
         name, count, step = eqn.primitive.name, len(eqn.outvars), Step(as_it_is, eqn)
         if name in CALLS:
             return self._call(eqn, found, repeats, opaque)
+        if (factor := multiplied_by_one(eqn)) is not None and found[factor]:
+            return Step(move, eqn), [found[factor]]
         # An `optimization_barrier` has one result for each operand.
         moved = found[:count] if name in RESHARDS else found[:1] * count
-        if name in CASTS | RESHARDS | GATHERS | MOVES and any(moved):
+        moves = name in CASTS | RESHARDS | GATHERS | MOVES
+        if (moves or (picked_axis(eqn) is not None and found[1])) and any(moved):
             if name not in CASTS | RESHARDS:
                 moved = [o and _moved(eqn, o, v.aval.shape) for o, v in zip(moved, eqn.outvars)]
             return Step(move, eqn), moved
@@ -325,7 +330,10 @@ def _moved(eqn: Any, origin: Origin, shape: tuple[int, ...]) -> Origin:
     """The origin of the result of an operation that moves elements."""
     spec, moves = moved_spec(eqn, origin.spec, shape), origin.moves
     alone = eqn.primitive.name not in GATHERS and len(eqn.invars) == len(eqn.outvars) == 1
-    return origin._replace(spec=spec, moves=None if moves is None or not alone else (*moves, eqn))
+    step = eqn if alone else None
+    if picked_axis(eqn) == 0 and {*(moves or ())} <= {SLICE}:
+        step = SLICE
+    return origin._replace(spec=spec, moves=None if moves is None or not step else (*moves, step))
 
 
 def moved_spec(eqn: Any, spec: tuple | None, shape: tuple[int, ...]) -> tuple | None:
@@ -339,6 +347,8 @@ def moved_spec(eqn: Any, spec: tuple | None, shape: tuple[int, ...]) -> tuple | 
     if spec is None:
         return None
     name, before = eqn.primitive.name, eqn.invars[0].aval.shape
+    if (picked := picked_axis(eqn)) is not None:
+        return (*spec[:picked], *spec[picked + 1 :])
     if name == "transpose":
         return tuple(spec[axis] for axis in eqn.params["permutation"])
     if name == "broadcast_in_dim":

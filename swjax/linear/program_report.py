@@ -12,9 +12,9 @@ from swjax.recipes import Recipe
 
 
 def _is_of_library(file: str) -> bool:
-    """Whether a file is of JAX, Flax, this library or Python's own."""
+    """Whether a file is of JAX, a library of layers, or Python's own."""
     folder_of = lambda module: os.path.join(os.path.dirname(module.__file__), "")
-    names = ("jax", "flax", "opt_einsum", "swjax")
+    names = ("jax", "flax", "opt_einsum", "equinox", "haliax", "swjax")
     if file.startswith(
         tuple(folder_of(sys.modules[name]) for name in names if name in sys.modules)
     ):
@@ -48,7 +48,7 @@ class TracedProduct:
 
     @property
     def site(self) -> str:
-        """The "file:line" of the innermost code that is not of JAX, Flax or this library; "" if unknown."""
+        """The "file:line" of the innermost code that is not of JAX or a library of layers; "" if unknown."""
         for frame in self.traceback.frames if self.traceback else ():
             if not _is_of_library(frame.file_name):
                 return f"{os.path.basename(frame.file_name)}:{frame.line_num}"

@@ -6,11 +6,13 @@ Each version of JAX has its own parameters of the operations that run other jaxp
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache, partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 from jax.sharding import Sharding
@@ -208,14 +210,41 @@ def _description(eqns, invars, outvars) -> tuple:
 
 def move(step: Step, values: Arrays, stored: Arrays) -> tuple[Arrays, Arrays]:
     """Moves a parameter, and the stored parameter likewise, but without gathers: its layer gathers int8."""
-    if isinstance(values[0], FrozenWeight):  # it is the matrix already
-        return values[:1], []
+    if (factor := multiplied_by_one(step.eqn)) is not None:
+        return [values[factor]], [stored[factor]]
+    if isinstance(w := values[0], FrozenWeight):  # it is the matrix already, or a stack of matrices
+        if picked_axis(step.eqn) is not None:
+            at = partial(jnp.take, indices=values[1][0], axis=0, mode="clip")
+            w = replace(w, values=at(w.values), scale=at(w.scale))
+        return [w], []
     name, outs = step.eqn.primitive.name, _bind(step.eqn, values)
     if name in CASTS | RESHARDS:
         return outs, stored[: len(outs)]
     if name in GATHERS or stored[0] is values[0]:
         return outs, []
     return outs, _bind(step.eqn, [stored[0], *values[1:]])
+
+
+def multiplied_by_one(eqn) -> int | None:
+    """Which operand is the result, because the other is 1; None for other operations."""
+    if eqn.primitive.name != "mul":
+        return None
+    for factor, one in ((0, eqn.invars[1]), (1, eqn.invars[0])):
+        if isinstance(one, core.Literal) and one.val == 1 and not one.aval.shape:
+            return factor if eqn.invars[factor].aval.shape == eqn.outvars[0].aval.shape else None
+    return None
+
+
+def picked_axis(eqn) -> int | None:
+    """The axis along which a gather takes one entry of an array: one layer of a stack; None for others."""
+    if eqn.primitive.name != "gather" or eqn.invars[1].aval.shape != (1,):
+        return None
+    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+    picked = tuple(numbers.start_index_map)
+    rest = (size for axis, size in enumerate(eqn.invars[0].aval.shape) if axis not in picked)
+    if picked != tuple(numbers.collapsed_slice_dims) or eqn.outvars[0].aval.shape != tuple(rest):
+        return None
+    return picked[0] if sizes[picked[0]] == 1 else None
 
 
 @cache

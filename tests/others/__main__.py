@@ -39,7 +39,8 @@ def python_of(environment: str) -> Path:
             sys.exit("make others needs Python 3.12, got none: put python3.12 on PATH")
         subprocess.run([PYTHON, "-m", "venv", "--clear", folder], check=True)
         pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        subprocess.run([*pip, *ENVIRONMENTS[environment]], check=True)
+        for arguments in ENVIRONMENTS[environment]:
+            subprocess.run([*pip, *arguments.split()], check=True)
         installed.write_text(wanted)
     return python
 

@@ -10,20 +10,25 @@ from jax.sharding import AxisType
 
 from swjax import KEPT_IN_LLMS
 
-# {environment: what pip installs}
+_JAX = "jax==0.12.0.1 flax==0.12.12 opt_einsum optax "
+
+# {environment: the arguments of pip install, one call after the other}
 ENVIRONMENTS = {
-    "tunix": ["jax==0.12.0.1", "flax==0.12.12", "google-tunix==0.1.7", "qwix==0.1.8", "opt_einsum"],
+    "tunix": [_JAX + "google-tunix==0.1.7 qwix==0.1.8"],
     "linen": [
-        *("jax==0.12.0.1", "flax==0.12.12", "transformers==4.57.1", "diffusers==0.35.2", "Pillow"),
-        *("optax", "dm-haiku==0.0.17", "penzai==0.2.5", "opt_einsum"),
+        _JAX + "transformers==4.57.1 diffusers==0.35.2 Pillow dm-haiku==0.0.17 penzai==0.2.5"
     ],
     # Its extras want CUDA or TPUs; this is what a model needs.
     "maxtext": [
-        *("jax==0.12.0.1", "flax==0.12.12", "maxtext==0.2.5", "pathwaysutils", "tokamax", "drjax"),
-        *("transformers", "grain", "Pillow", "tiktoken", "sentencepiece", "sympy", "aqtp", "qwix"),
-        *("omegaconf", "ml_collections", "optax", "orbax-checkpoint", "opt_einsum", "jinja2"),
+        _JAX + "maxtext==0.2.5 pathwaysutils tokamax drjax transformers grain Pillow tiktoken "
+        "sentencepiece sympy aqtp qwix omegaconf ml_collections orbax-checkpoint jinja2"
     ],
-    "gemma": ["jax==0.12.0.1", "flax==0.12.12", "gemma==4.0.1", "opt_einsum"],
+    # A model needs a small part of what they require; pip searches the rest for half an hour.
+    "gemma": [
+        _JAX + "orbax-checkpoint etils[epy,epath,enp,ecolab] treescope jaxtyping typeguard einops "
+        "sentencepiece tqdm Pillow ml_collections absl-py",
+        "--no-deps gemma==4.0.1 kauldron==1.4.4",
+    ],
 }
 
 TOKENS = jax.random.randint(jax.random.key(0), (4, 16), 0, 64)
