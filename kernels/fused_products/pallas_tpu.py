@@ -1,8 +1,9 @@
 """Products fused with a row operation: a block of rows stays in VMEM from the operation to the product.
 
-Weights of up to a third of VMEM stay there too, so that each array of rows is read and written once.
+The weight stays there too, so that each array of rows is read and written once.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -28,16 +29,16 @@ def fused_product(
     out_dtype: str,
 ) -> jax.Array:
     """`reference.fused_product`."""
-    dtype = arrays[0].dtype
+    dtype, options = arrays[0].dtype, dict(settings)
 
     def block(arrays: Any, whole: Any) -> jax.Array:
         (arrays, addend), (w, bias) = arrays, whole
         if row_operation is None:
             (x,) = arrays
         elif row_operation == "gelu":
-            x = gelu.value(*arrays, **dict(settings))
+            x = rows.by_columns(partial(gelu.value, **options), *arrays)
         else:
-            x = FORWARD[row_operation](*arrays, **dict(settings))[0]
+            x = FORWARD[row_operation](*arrays, **options)[0]
         q = rows.quantize(rows.rounded(x, dtype))
         return matmul(q, w, bias, addend, out_dtype=out_dtype, contract=(-1, axis))
 
@@ -60,7 +61,7 @@ def fused_product_backward(
         gradient = product.astype(jnp.float32)
         terms = (*others[:at], gradient, *others[at + 1 :])
         if row_operation == "gelu_backward":
-            results = _gelu_backward(*terms, **dict(settings))
+            results = _gelu_backward(*terms, dtype=dtype, **dict(settings))
         else:
             results = BACKWARD[row_operation](*terms, **dict(settings))
         return jax.tree.map(lambda y: y.astype(dtype) if y.ndim > 1 else y, results)
@@ -69,10 +70,13 @@ def fused_product_backward(
 
 
 def _gelu_backward(
-    x: jax.Array, gradient: jax.Array, *, approximate: bool, quantize_to: None, recompute: bool
+    x: jax.Array, gradient: jax.Array, *, dtype: Any, approximate: bool, quantize_to: None, recompute: bool
 ) -> tuple[jax.Array, None, jax.Array, jax.Array | None]:
-    dx = gelu.vjp(x, gradient, approximate)
-    return dx, None, jnp.sum(dx, axis=0), gelu.value(x, approximate) if recompute else None
+    def of_columns(x: jax.Array, gradient: jax.Array) -> tuple[Any, ...]:
+        dx = rows.rounded(gelu.vjp(x, gradient, approximate), dtype)
+        return dx, None, jnp.sum(dx, axis=0), gelu.value(x, approximate) if recompute else None
+
+    return rows.by_columns(of_columns, x, gradient)
 
 
 def _position(arrays: tuple[Any, ...]) -> int:

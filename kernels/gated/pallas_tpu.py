@@ -20,7 +20,8 @@ def gated(
 ) -> tuple[jax.Array | None, QTensor | None]:
     """`reference.gated`."""
     block = lambda *arrays: reference.gated(*arrays, activation=activation)[0]
-    return rows.quantizing("gated", block, (gate, up), quantize_to, high_precision)
+    options = quantize_to, high_precision
+    return rows.quantizing("gated", block, (gate, up), *options, of_elements=True)
 
 
 def _why_not(*arrays: Any, activation: str = "silu", **options: Any) -> Unavailable | None:

@@ -1,6 +1,7 @@
 """GELU of rows. Pallas has no complementary error function, so the exact form has its own."""
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -55,8 +56,10 @@ def gelu(
     high_precision: bool = True,
 ) -> tuple[jax.Array | None, QTensor | None]:
     """`reference.gelu`."""
-    block = lambda x: value(x, approximate)
-    return rows.quantizing("gelu", block, (x,), quantize_to, high_precision)
+    function = partial(value, approximate=approximate)
+    return rows.quantizing(
+        "gelu", function, (x,), quantize_to, high_precision, of_elements=True
+    )
 
 
 WHY_NOT = {"gelu": rows.why_not_quantizing}

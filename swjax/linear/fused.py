@@ -19,6 +19,7 @@ from swjax.linear.prologues import (
     Prologue,
     PrologueGradients,
     RowOperation,
+    apply,
     apply_backward,
     input_spec,
 )
@@ -77,12 +78,18 @@ def input_gradient(
     if weight.quantized is None:
         return None
 
+    in_kernel = recompute and prologue.whole_rows
+
     def backward(prologue, x, factors, residual_gradient):
-        options = {"quantize_to": None, "recompute": recompute}
+        options = {"quantize_to": None, "recompute": in_kernel}
         return apply_backward(prologue, x, factors, residual_gradient, layer, **options)
 
     factors = Factors(g.array, weight.quantized)
-    return _if_kernel(backward, prologue, x, factors, residual_gradient)
+    found = _if_kernel(backward, prologue, x, factors, residual_gradient)
+    if found is None or recompute == in_kernel:
+        return found
+    # XLA applies an operation on elements where the weight gradient reads them.
+    return found._replace(recomputed=apply(prologue, x, layer, quantize_to=None)[0])
 
 
 def _may_run(layer: Layer, product: Product | None, summed: Axes) -> bool:
