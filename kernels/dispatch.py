@@ -172,8 +172,8 @@ def _function(name: str, operation: str, options: dict[str, Any]) -> Callable:
 def choose(operation: str, *arrays: Any, implementation: str | None = None, **options: Any) -> str:
     """The name of the implementation that `run` uses for these arguments.
 
-    For an NVIDIA GPU or a TPU (see `targets`), None chooses the fastest implementation for the shape in the device's
-    tuned table, or else the first of `IMPLEMENTATIONS` that can run. With several devices outside of a
+    For an NVIDIA GPU or a TPU (see `targets`), None chooses the fastest implementation for the shape in the
+    device's tuned table, or else the first of `IMPLEMENTATIONS` that can run. With several devices outside of a
     `jax.shard_map` over all mesh axes, None chooses XLA; see `warn_if_gathering`. If an operation lacks the
     named implementation, it runs through XLA: see `check_products`. For an operation of several layers, "xla"
     in the tuned table means that the operation of each layer is faster; see `has_kernel`.
@@ -289,9 +289,7 @@ def why_not(name: str, operation: str, *arrays: Any, **options: Any) -> Unavaila
     return refuse(*arrays, **options) if refuse else None
 
 
-def _why_not_gpu(
-    name: str, leaves: list[jax.Array], options: dict[str, Any]
-) -> Unavailable | None:
+def _why_not_gpu(name: str, leaves: list[jax.Array], options: dict[str, Any]) -> Unavailable | None:
     capability = tiles.compute_capability()
     dtypes = [*(leaf.dtype for leaf in leaves), options.get("dtype"), options.get("quantize_to")]
     if any(str(dtype).startswith("float8") for dtype in dtypes) and capability < (8, 9):

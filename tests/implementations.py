@@ -38,6 +38,9 @@ def kernels_of(operation):
     return [name for name in dispatch.IMPLEMENTATIONS[operation] if name in KERNELS]
 
 
+OPERATIONS = [operation for operation in dispatch.IMPLEMENTATIONS if kernels_of(operation)]
+
+
 def of(*operations):
     """Returns (operation, implementation) parameters of all compiled implementations."""
     return [

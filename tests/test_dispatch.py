@@ -71,9 +71,8 @@ def test_without_a_gpu_everything_is_xla(operation):
     arrays = heads(2, 77, 64) * 2 if operation.startswith("attention") else arrays
     assert dispatch.choose(operation, *arrays) == "xla"
     for name in dispatch.IMPLEMENTATIONS[operation]:
-        with pytest.raises(
-            ValueError, match=f"'{name}' of '{operation}' needs an NVIDIA GPU, .*cpu"
-        ):
+        chip = "a TPU" if name == "pallas_tpu" else "an NVIDIA GPU"
+        with pytest.raises(ValueError, match=f"'{name}' of '{operation}' needs {chip}, .*cpu"):
             dispatch.choose(operation, *arrays, implementation=name)
 
 

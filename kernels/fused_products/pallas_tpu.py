@@ -66,11 +66,19 @@ def fused_product_backward(
             results = BACKWARD[row_operation](*terms, **dict(settings))
         return jax.tree.map(lambda y: y.astype(dtype) if y.ndim > 1 else y, results)
 
-    return rows.over_rows(row_operation.replace("backward", "product_backward"), block, (others, g), w)
+    return rows.over_rows(
+        row_operation.replace("backward", "product_backward"), block, (others, g), w
+    )
 
 
 def _gelu_backward(
-    x: jax.Array, gradient: jax.Array, *, dtype: Any, approximate: bool, quantize_to: None, recompute: bool
+    x: jax.Array,
+    gradient: jax.Array,
+    *,
+    dtype: Any,
+    approximate: bool,
+    quantize_to: None,
+    recompute: bool,
 ) -> tuple[jax.Array, None, jax.Array, jax.Array | None]:
     def of_columns(x: jax.Array, gradient: jax.Array) -> tuple[Any, ...]:
         dx = rows.rounded(gelu.vjp(x, gradient, approximate), dtype)

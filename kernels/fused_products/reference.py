@@ -1,5 +1,6 @@
 """The specification of products that are fused with a row operation and a quantizer."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -16,8 +17,13 @@ from swjax.kernels.norms.reference import (
 from swjax.kernels.products.reference import matmul
 from swjax.kernels.quantizers.reference import quantize
 
-FORWARD = {"layer_norm": layer_norm, "rms_norm": rms_norm, "gelu": gelu, "gated": gated}
-BACKWARD = {
+FORWARD: dict[str, Callable] = {
+    "layer_norm": layer_norm,
+    "rms_norm": rms_norm,
+    "gelu": gelu,
+    "gated": gated,
+}
+BACKWARD: dict[str, Callable] = {
     "layer_norm_backward": layer_norm_backward,
     "rms_norm_backward": rms_norm_backward,
     "gelu_backward": gelu_backward,
@@ -67,7 +73,7 @@ def fused_product(
     [[-6350.0]]
     """
     if row_operation is None:
-        q = quantize(*arrays)
+        q = quantize(arrays[0])
     else:
         options = dict(settings, quantize_to="int8", high_precision=False)
         q = FORWARD[row_operation](*arrays, **options)[1]

@@ -57,9 +57,7 @@ def gelu(
 ) -> tuple[jax.Array | None, QTensor | None]:
     """`reference.gelu`."""
     function = partial(value, approximate=approximate)
-    return rows.quantizing(
-        "gelu", function, (x,), quantize_to, high_precision, of_elements=True
-    )
+    return rows.quantizing("gelu", function, (x,), quantize_to, high_precision, of_elements=True)
 
 
 WHY_NOT = {"gelu": rows.why_not_quantizing}

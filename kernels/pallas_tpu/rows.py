@@ -50,7 +50,7 @@ def over_rows(name: str, function: Callable, arrays: Any, whole: Any = ()) -> An
             x.astype(jnp.float32) if rows else x.reshape(like.shape)
             for x, rows, like in zip(blocks, is_rows, given)
         )
-        return function(*tree.unflatten(parts))
+        return function(*jax.tree.unflatten(tree, parts))
 
     given = [x.reshape(-1, x.shape[-1]) if rows else x for x, rows in zip(given, is_rows)]
     matrices = [jnp.atleast_2d(x) for x in given]
@@ -88,9 +88,10 @@ def over_rows(name: str, function: Callable, arrays: Any, whole: Any = ()) -> An
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=_vmem()),
         name=f"swjax_{name}",
     )(*matrices)
-    return out_tree.unflatten(
+    shaped = (
         y.reshape((*leading, y.shape[1]) if x.ndim > 1 else -1) for x, y in zip(outs, results)
     )
+    return jax.tree.unflatten(out_tree, shaped)
 
 
 def quantizing(
@@ -132,9 +133,13 @@ def why_not(arrays: Any, whole: Any = ()) -> Unavailable | None:
     kinds = ("bfloat16", "float32", "int8")
     if other := next((x.dtype.name for x in every if x.dtype.name not in kinds), None):
         return Unavailable(f"supports bfloat16 and float32, got {other}: use 'xla'")
-    ragged = next((x.shape for x in every if x.size > 1 and (x.ndim < 1 or x.shape[-1] % LANES)), None)
+    ragged = next(
+        (x.shape for x in every if x.size > 1 and (x.ndim < 1 or x.shape[-1] % LANES)), None
+    )
     if ragged or every[0].ndim < 2:
-        return Unavailable(f"needs matrices with a multiple of {LANES} columns, got {every[0].shape}: use 'xla'")
+        return Unavailable(
+            f"needs matrices with a multiple of {LANES} columns, got {every[0].shape}: use 'xla'"
+        )
     blocks = [x for x in jax.tree.leaves(arrays) if x.ndim > 1]
     weights = [w for w in jax.tree.leaves(whole) if w.ndim > 1]
     rows = blocks[0].size // blocks[0].shape[-1]
@@ -147,7 +152,9 @@ def why_not(arrays: Any, whole: Any = ()) -> Unavailable | None:
     return None
 
 
-def why_not_quantizing(*arrays: Any, quantize_to: str | None = None, **_: Any) -> Unavailable | None:
+def why_not_quantizing(
+    *arrays: Any, quantize_to: str | None = None, **_: Any
+) -> Unavailable | None:
     """`why_not` of a row operation without weights."""
     if quantize_to not in (None, "int8"):
         return Unavailable(f"quantizes to int8, got {quantize_to}: use 'xla'")
@@ -173,9 +180,7 @@ def by_columns(function: Callable, *arrays: jax.Array) -> Any:
     Sums over rows may be among its results.
     """
     width = arrays[0].shape[-1]
-    parts = [
-        function(*(x[:, i : i + LANES] for x in arrays)) for i in range(0, width, LANES)
-    ]
+    parts = [function(*(x[:, i : i + LANES] for x in arrays)) for i in range(0, width, LANES)]
     return jax.tree.map(lambda *each: jnp.concatenate(each, axis=-1), *parts)
 
 

@@ -61,7 +61,7 @@ def input_gradient(
     *,
     recompute: bool,
 ) -> PrologueGradients | None:
-    """The gradients of a layer's input x, which is that of its prologue, or None if no kernel computes them."""
+    """The gradients of x, the input of a layer or of its prologue, or None if no kernel computes them."""
     sharding = layer.sharding
     if g.array is None or not _may_run(layer, layer.recipe.dgrad, sharding.n):
         return None
@@ -74,15 +74,20 @@ def input_gradient(
 
         specs = sharding.y, specs_of_operand(weight, sharding.w)
         dx = _run(step, (g.array, weight), specs, sharding.x, layer)
-        return None if dx is None else PrologueGradients((Operand(add(dx, residual_gradient)),), None, None)
+        return (
+            None
+            if dx is None
+            else PrologueGradients((Operand(add(dx, residual_gradient)),), None, None)
+        )
     if weight.quantized is None:
         return None
 
     in_kernel = recompute and prologue.whole_rows
 
     def backward(prologue, x, factors, residual_gradient):
-        options = {"quantize_to": None, "recompute": in_kernel}
-        return apply_backward(prologue, x, factors, residual_gradient, layer, **options)
+        return apply_backward(
+            prologue, x, factors, residual_gradient, layer, quantize_to=None, recompute=in_kernel
+        )
 
     factors = Factors(g.array, weight.quantized)
     found = _if_kernel(backward, prologue, x, factors, residual_gradient)
@@ -97,12 +102,19 @@ def _may_run(layer: Layer, product: Product | None, summed: Axes) -> bool:
     recipe, sharding = layer.recipe, layer.sharding
     if targets.platform(sharding.mesh) != "tpu" or layer.implementation not in (None, "pallas_tpu"):
         return False
-    if product != _INT8 or recipe.save_quantized or recipe.wgrad is not None or layer.rotated_weight > 1:
+    if (
+        product != _INT8
+        or recipe.save_quantized
+        or recipe.wgrad is not None
+        or layer.rotated_weight > 1
+    ):
         return False
     return not sharding.sharded_axes(summed)
 
 
-def _product(operation: RowOperation, w: Operand, *terms: Any, axis: int, out_dtype: str, layer: Layer):
+def _product(
+    operation: RowOperation, w: Operand, *terms: Any, axis: int, out_dtype: str, layer: Layer
+):
     weight = layer.sharding.gather(w, specs_of_operand(w, layer.sharding.w))
     q, along = stored(weight, axis)
     return dispatch.run(
@@ -119,7 +131,9 @@ def _product(operation: RowOperation, w: Operand, *terms: Any, axis: int, out_dt
 
 
 def _run(step: Callable, arrays: tuple, in_specs: tuple, out_spec: Spec, layer: Layer) -> Any:
-    return _if_kernel(lambda *arrays: layer.sharding.map_shards(step, arrays, in_specs, out_spec), *arrays)
+    return _if_kernel(
+        lambda *arrays: layer.sharding.map_shards(step, arrays, in_specs, out_spec), *arrays
+    )
 
 
 def _if_kernel(function: Callable, *arrays: Any) -> Any:

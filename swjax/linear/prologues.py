@@ -23,19 +23,19 @@ class PrologueGradients(NamedTuple):
 
     Attributes:
       inputs: the gradient of each of the prologue's inputs; `Gated` has two.
-      prologue: the gradients of its parameters, as a prologue.
+      prologue: the gradients of its parameters, as a prologue; None without a prologue.
       recomputed: the prologue's output, or None.
     """
 
     inputs: tuple[Operand, ...]
-    prologue: "Prologue | Gated"
+    prologue: "Prologue | Gated | None"
     recomputed: jax.Array | None
 
 
 class RowOperation(NamedTuple):
-    """The forward pass of a prologue: the arguments of `dispatch.run`."""
+    """The forward pass of a prologue: the arguments of `dispatch.run`; no name without a prologue."""
 
-    name: str
+    name: str | None
     arrays: tuple[jax.Array, ...]
     settings: dict[str, Any]
 
@@ -52,7 +52,11 @@ class _Operation:
     ) -> tuple[jax.Array | None, QTensor | None]:
         """Returns (output, None), or with a dtype `quantize_to` (None, output quantized row-wise)."""
         name, arrays, settings = self.operation(x)
-        options: dict[str, Any] = {"quantize_to": quantize_to, "high_precision": quantize_to is None}
+        assert name is not None, "a prologue has a name"
+        options: dict[str, Any] = {
+            "quantize_to": quantize_to,
+            "high_precision": quantize_to is None,
+        }
         return dispatch.run(name, *arrays, **settings, **options, implementation=implementation)
 
 
