@@ -173,8 +173,8 @@ def choose(operation: str, *arrays: Any, implementation: str | None = None, **op
     """The name of the implementation that `run` uses for these arguments.
 
     For an NVIDIA GPU or a TPU (see `targets`), None chooses the fastest implementation for the shape in the
-    device's tuned table, or else the first of `IMPLEMENTATIONS` that can run. With several devices outside of a
-    `jax.shard_map` over all mesh axes, None chooses XLA; see `warn_if_gathering`. If an operation lacks the
+    device's tuned table, or else the first of `IMPLEMENTATIONS` that can run. With several devices outside of
+    a `jax.shard_map` over all mesh axes, None chooses XLA; see `warn_if_gathering`. If an operation lacks the
     named implementation, it runs through XLA: see `check_products`. For an operation of several layers, "xla"
     in the tuned table means that the operation of each layer is faster; see `has_kernel`.
 

@@ -74,7 +74,9 @@ def poison(results):
         array.delete()
 
 
-@pytest.mark.parametrize("operation, implementation", implementations.of(*implementations.OPERATIONS))
+@pytest.mark.parametrize(
+    "operation, implementation", implementations.of(*implementations.OPERATIONS)
+)
 def test_every_run_writes_every_element_the_same(operation, implementation):
     """Whatever the memory of the results contained before, they have the same bits and are finite."""
     check_runs(operation, implementation, *calls()[operation])

@@ -63,7 +63,8 @@ def input_gradient(
 ) -> PrologueGradients | None:
     """The gradients of x, the input of a layer or of its prologue, or None if no kernel computes them."""
     sharding = layer.sharding
-    if g.array is None or not _may_run(layer, layer.recipe.dgrad, sharding.n):
+    whole = (sharding.n, sharding.k) if prologue and prologue.whole_rows else (sharding.n,)
+    if g.array is None or not _may_run(layer, layer.recipe.dgrad, *whole):
         return None
     weight = read(_INT8.rhs, w, sharding.w, -1, layer)
     if prologue is None:
@@ -74,11 +75,9 @@ def input_gradient(
 
         specs = sharding.y, specs_of_operand(weight, sharding.w)
         dx = _run(step, (g.array, weight), specs, sharding.x, layer)
-        return (
-            None
-            if dx is None
-            else PrologueGradients((Operand(add(dx, residual_gradient)),), None, None)
-        )
+        if dx is None:
+            return None
+        return PrologueGradients((Operand(add(dx, residual_gradient)),), None, None)
     if weight.quantized is None:
         return None
 
@@ -97,19 +96,14 @@ def input_gradient(
     return found._replace(recomputed=apply(prologue, x, layer, quantize_to=None)[0])
 
 
-def _may_run(layer: Layer, product: Product | None, summed: Axes) -> bool:
-    """Whether the layer's settings allow a kernel: the rows of the product's left operand are whole."""
+def _may_run(layer: Layer, product: Product | None, *whole: Axes) -> bool:
+    """Whether the layer allows a kernel, for which the given dimensions must not be sharded."""
     recipe, sharding = layer.recipe, layer.sharding
-    if targets.platform(sharding.mesh) != "tpu" or layer.implementation not in (None, "pallas_tpu"):
+    if targets.platform(sharding.mesh) != "tpu" or layer.implementation is not None:
         return False
-    if (
-        product != _INT8
-        or recipe.save_quantized
-        or recipe.wgrad is not None
-        or layer.rotated_weight > 1
-    ):
-        return False
-    return not sharding.sharded_axes(summed)
+    needs_arrays = recipe.save_quantized or recipe.wgrad is not None
+    plain = product == _INT8 and layer.rotated_weight == 1
+    return plain and not needs_arrays and not sharding.sharded_axes(*whole)
 
 
 def _product(
@@ -126,7 +120,6 @@ def _product(
         settings=tuple(operation.settings.items()),
         axis=along,
         out_dtype=out_dtype,
-        implementation=layer.implementation,
     )
 
 
