@@ -23,8 +23,8 @@ VMEM = dict.fromkeys(("TPU v5e", "TPU v6e"), 100 << 20)
 
 ROWS = 128  # of a block; 256 need 5 % fewer instructions, and twice as long to compile
 LANES = 128  # columns of a tile
-# Bytes of VMEM per row and column: two blocks of 16 bits, and four intermediate arrays in float32.
-COLUMN_BYTES = 24
+# Bytes of VMEM per row and column of a block. libtpu 0.0.50 used up to 9: benchmarks/results/tpu_compiled.json.
+COLUMN_BYTES = 12
 
 
 def over_rows(name: str, function: Callable, arrays: Any, whole: Any = ()) -> Any:
