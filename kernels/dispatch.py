@@ -27,7 +27,7 @@ from swjax.kernels.availability import Unavailable
 # arguments it does not support.
 OPERATIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "quantizers": {
-        "quantize": ("triton",),
+        "quantize": ("triton", "pallas_tpu"),
         "quantize_by": ("triton",),
         "quantize_both": ("triton",),
         "quantize_and_sum": ("triton",),
@@ -36,6 +36,10 @@ OPERATIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "products": {
         "matmul": ("mosaic_gpu", "triton"),
         "matmul_sum": ("mosaic_gpu",),
+    },
+    "fused_products": {
+        "fused_product": ("pallas_tpu",),
+        "fused_product_backward": ("pallas_tpu",),
     },
     "weight_gradients": {
         "weight_gradient": ("mosaic_gpu",),
@@ -52,13 +56,13 @@ OPERATIONS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "symmetric": {"symmetric_product": ("mosaic_gpu", "triton")},
     "norms": {
-        "layer_norm": ("triton",),
+        "layer_norm": ("triton", "pallas_tpu"),
         "layer_norm_backward": ("triton",),
-        "rms_norm": ("triton",),
+        "rms_norm": ("triton", "pallas_tpu"),
         "rms_norm_backward": ("triton",),
     },
-    "gelu": {"gelu": ("triton",), "gelu_backward": ("triton",)},
-    "gated": {"gated": ("triton",), "gated_backward": ("triton",)},
+    "gelu": {"gelu": ("triton", "pallas_tpu"), "gelu_backward": ("triton",)},
+    "gated": {"gated": ("triton", "pallas_tpu"), "gated_backward": ("triton",)},
     "attention": {
         "attention": ("mosaic_gpu", "triton"),
         "attention_backward": ("mosaic_gpu", "triton"),
@@ -66,7 +70,7 @@ OPERATIONS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 FOLDERS = {operation: folder for folder, known in OPERATIONS.items() for operation in known}
 IMPLEMENTATIONS = {name: known[name] for known in OPERATIONS.values() for name in known}
-IMPLEMENTATION_NAMES = ("xla", "triton", "mosaic_gpu")
+IMPLEMENTATION_NAMES = ("xla", "triton", "mosaic_gpu", "pallas_tpu")
 
 # As in pyproject.toml. No older version was tested on a GPU. With 3.7, int8 and fp8 products load 4 bytes at
 # a time on Hopper, and with 3.8 attention's gradients spill more registers.
@@ -81,7 +85,7 @@ def run(operation: str, *arrays: Any, implementation: str | None = None, **optio
       operation: a key of `IMPLEMENTATIONS`; the function of that name in `swjax.kernels.reference` is its
         specification.
       *arrays: arrays and QTensors of the operation.
-      implementation: "xla", "triton" or "mosaic_gpu"; None chooses.
+      implementation: one of `IMPLEMENTATION_NAMES`; None chooses.
       **options: other arguments of the operation.
 
     Returns:
@@ -148,8 +152,10 @@ def _specification(function: Callable, *options: str) -> Callable:
 @functools.cache
 def _jitted(name: str, operation: str, **options):
     """Returns one jitted function per kernel and options, so that layers of equal shapes share its lowering,
-    which takes about a second. Processes share it through the compilation cache."""
-    shared = saved_programs.saved(_function(name, operation, options), name, operation, options)
+    which for GPUs takes about a second. Processes share that through the compilation cache."""
+    shared = _function(name, operation, options)
+    if name != "pallas_tpu":
+        shared = saved_programs.saved(shared, name, operation, options)
     return jax.jit(jax.custom_batching.sequential_vmap(shared))
 
 
@@ -166,9 +172,9 @@ def _function(name: str, operation: str, options: dict[str, Any]) -> Callable:
 def choose(operation: str, *arrays: Any, implementation: str | None = None, **options: Any) -> str:
     """The name of the implementation that `run` uses for these arguments.
 
-    For an NVIDIA GPU (see `targets`), None chooses the fastest implementation for the shape in the device's
-    tuned table, or else the first of `IMPLEMENTATIONS` that can run. With several devices outside of a
-    `jax.shard_map` over all mesh axes, None chooses XLA; see `warn_if_gathering`. If an operation lacks the
+    For an NVIDIA GPU or a TPU (see `targets`), None chooses the fastest implementation for the shape in the
+    device's tuned table, or else the first of `IMPLEMENTATIONS` that can run. With several devices outside of
+    a `jax.shard_map` over all mesh axes, None chooses XLA; see `warn_if_gathering`. If an operation lacks the
     named implementation, it runs through XLA: see `check_products`. For an operation of several layers, "xla"
     in the tuned table means that the operation of each layer is faster; see `has_kernel`.
 
@@ -184,7 +190,7 @@ def choose(operation: str, *arrays: Any, implementation: str | None = None, **op
         if reason:
             raise ValueError(f"implementation {implementation!r} of {operation!r} {reason}")
         return implementation
-    if targets.platform() != "gpu" or warn_if_gathering():
+    if targets.platform() not in ("gpu", "tpu") or warn_if_gathering():
         return "xla"
     preferred = tiles.preferred_implementation(operation, shape_key(operation, *arrays))
     if preferred == "xla":
@@ -267,15 +273,23 @@ def why_not(name: str, operation: str, *arrays: Any, **options: Any) -> Unavaila
     program is for, or None if it can.
 
     Args:
-      name: "triton" or "mosaic_gpu".
+      name: one of `IMPLEMENTATION_NAMES` other than "xla".
       operation: a key of `IMPLEMENTATIONS` with this implementation.
       *arrays, **options: arguments of the operation; shapes and dtypes suffice.
     """
-    if (platform := targets.platform()) != "gpu":
-        return Unavailable(f"needs an NVIDIA GPU, and this program is for a {platform}: use 'xla'")
-    leaves = jax.tree.leaves(arrays)
+    platform, leaves = targets.platform(), jax.tree.leaves(arrays)
+    needed, chip = ("tpu", "a TPU") if name == "pallas_tpu" else ("gpu", "an NVIDIA GPU")
+    if platform != needed:
+        return Unavailable(f"needs {chip}, and this program is for a {platform}: use 'xla'")
     if any(leaf.size == 0 for leaf in leaves):
         return Unavailable("takes no empty arrays: use 'xla'")
+    if name != "pallas_tpu" and (unable := _why_not_gpu(name, leaves, options)):
+        return unable
+    refuse = module_of(name, operation).WHY_NOT.get(operation)
+    return refuse(*arrays, **options) if refuse else None
+
+
+def _why_not_gpu(name: str, leaves: list[jax.Array], options: dict[str, Any]) -> Unavailable | None:
     capability = tiles.compute_capability()
     dtypes = [*(leaf.dtype for leaf in leaves), options.get("dtype"), options.get("quantize_to")]
     if any(str(dtype).startswith("float8") for dtype in dtypes) and capability < (8, 9):
@@ -292,8 +306,7 @@ def why_not(name: str, operation: str, *arrays: Any, **options: Any) -> Unavaila
         return Unavailable(
             f"is for Hopper (compute capability 9.0), and this GPU has {capability}: use 'triton'"
         )
-    refuse = module_of(name, operation).WHY_NOT.get(operation)
-    return refuse(*arrays, **options) if refuse else None
+    return None
 
 
 @functools.cache
@@ -364,7 +377,7 @@ def _warn_once(message: str) -> None:
 
 
 def module_of(name: str, operation: str) -> ModuleType:
-    """Imports the module of an implementation, "triton" or "mosaic_gpu". CPUs need neither."""
+    """Imports the module of an implementation; CPUs need none."""
     return importlib.import_module(f"swjax.kernels.{FOLDERS[operation]}.{name}")
 
 
@@ -380,7 +393,7 @@ def shape_key(operation: str, *arrays: Any) -> str:
         return "x".join(map(str, jax.tree.leaves(arrays[1])[0].shape))
     if operation == "symmetric_product":
         return "x".join(map(str, arrays[0].shape[1:]))
-    width = arrays[0].shape[-1]
+    width = jax.tree.leaves(arrays[0])[0].shape[-1]
     if "weight_gradient" not in operation:
         return str(width)
     gs = jax.tree.leaves(arrays[1])

@@ -20,6 +20,7 @@ from swjax.kernels.formats import (
     round_to_fp8,
     scale_of,
 )
+from swjax.kernels.fused_products.reference import fused_product, fused_product_backward
 from swjax.kernels.gated.reference import gated, gated_backward
 from swjax.kernels.gelu.reference import gelu, gelu_backward
 from swjax.kernels.norms.reference import (
@@ -59,6 +60,8 @@ __all__ = [
     "dequantize",
     "divide",
     "dot",
+    "fused_product",
+    "fused_product_backward",
     "gated",
     "gated_backward",
     "gelu",

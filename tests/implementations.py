@@ -29,6 +29,16 @@ if "--xla_cpu_use_fusion_emitters" in os.environ["XLA_FLAGS"]:
     AS_USERS_COMPILE["xla_cpu_use_fusion_emitters"] = True
 
 INTERPRETED = " interpreted"
+# Kernels for GPUs; tests/test_kernels_tpu.py has those for TPUs.
+KERNELS = ("triton", "mosaic_gpu")
+
+
+def kernels_of(operation):
+    """The kernels for GPUs of an operation."""
+    return [name for name in dispatch.IMPLEMENTATIONS[operation] if name in KERNELS]
+
+
+OPERATIONS = [operation for operation in dispatch.IMPLEMENTATIONS if kernels_of(operation)]
 
 
 def of(*operations):
@@ -36,7 +46,7 @@ def of(*operations):
     return [
         pytest.param(operation, name, marks=[pytest.mark.gpu] * (name != "xla"))
         for operation in operations
-        for name in ("xla", *dispatch.IMPLEMENTATIONS[operation])
+        for name in ("xla", *kernels_of(operation))
     ]
 
 
@@ -65,9 +75,9 @@ def each(
     """
     names, values = options
     if not isinstance(interpreted, dict):
-        interpreted = dict.fromkeys(dispatch.IMPLEMENTATION_NAMES, interpreted)
+        interpreted = dict.fromkeys(KERNELS, interpreted)
     if not isinstance(compiled, dict):
-        compiled = dict.fromkeys(("xla", *dispatch.IMPLEMENTATION_NAMES), compiled)
+        compiled = dict.fromkeys(("xla", *KERNELS), compiled)
     few = values if few_options is None else few_options
     in_turn = few_options is not None and len(operations) >= len(few)
     kinds = [
@@ -76,7 +86,7 @@ def each(
     ] + [
         ((operation, kernel + INTERPRETED), interpreters.SKIPS[kernel], interpreted[kernel], kept)
         for operation in operations
-        for kernel in dispatch.IMPLEMENTATIONS[operation]
+        for kernel in kernels_of(operation)
     ]
     parameters = []
     for kind, marks, shapes, first in kinds:
@@ -115,7 +125,7 @@ def at(*operations, shapes, xla, name="shape"):
       xla: the few of them for XLA, which has no tiles.
       name: of the test's third argument.
     """
-    compiled = dict.fromkeys(dispatch.IMPLEMENTATION_NAMES, shapes) | {"xla": xla}
+    compiled = dict.fromkeys(KERNELS, shapes) | {"xla": xla}
     return each(*operations, compiled=compiled, interpreted=[], name=name)
 
 

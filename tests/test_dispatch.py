@@ -71,9 +71,8 @@ def test_without_a_gpu_everything_is_xla(operation):
     arrays = heads(2, 77, 64) * 2 if operation.startswith("attention") else arrays
     assert dispatch.choose(operation, *arrays) == "xla"
     for name in dispatch.IMPLEMENTATIONS[operation]:
-        with pytest.raises(
-            ValueError, match=f"'{name}' of '{operation}' needs an NVIDIA GPU, .*cpu"
-        ):
+        chip = "a TPU" if name == "pallas_tpu" else "an NVIDIA GPU"
+        with pytest.raises(ValueError, match=f"'{name}' of '{operation}' needs {chip}, .*cpu"):
             dispatch.choose(operation, *arrays, implementation=name)
 
 
@@ -239,7 +238,7 @@ def test_a_layer_whose_products_lack_the_named_implementation_raises():
     dispatch.check_products("triton", quantized_products)
     with pytest.raises(ValueError, match=r"^implementation 'triton' has none of .* \(dot, weight"):
         dispatch.check_products("triton", others)
-    with pytest.raises(ValueError, match="one of xla, triton, mosaic_gpu or None .* 'cuda'"):
+    with pytest.raises(ValueError, match="one of xla, triton, mosaic_gpu, pallas_tpu or None .* 'cuda'"):
         dispatch.check_products("cuda", quantized_products)
 
 

@@ -74,7 +74,9 @@ def poison(results):
         array.delete()
 
 
-@pytest.mark.parametrize("operation, implementation", implementations.of(*dispatch.IMPLEMENTATIONS))
+@pytest.mark.parametrize(
+    "operation, implementation", implementations.of(*implementations.OPERATIONS)
+)
 def test_every_run_writes_every_element_the_same(operation, implementation):
     """Whatever the memory of the results contained before, they have the same bits and are finite."""
     check_runs(operation, implementation, *calls()[operation])
@@ -207,7 +209,7 @@ def test_long_sums_of_int8_products():
     np.testing.assert_allclose(dw, tokens, rtol=1e-5)
 
 
-@pytest.mark.parametrize("operation", dispatch.IMPLEMENTATIONS)
+@pytest.mark.parametrize("operation", implementations.OPERATIONS)
 def test_none_chooses_what_can_run_here(operation):
     """None chooses the first implementation that can run, or the one in the device's tuned table."""
     if jax.device_count() > 1:

@@ -12,9 +12,10 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 
 from swjax.kernels import dispatch
+from swjax.kernels.fused_products.reference import Factors
 from swjax.kernels.reference import QTensor
 from swjax.linear.layer import Layer, Operand, add, row_specs
-from swjax.linear.layouts import Spec, SpecTree
+from swjax.linear.layouts import Spec, SpecTree, specs_of
 
 
 class PrologueGradients(NamedTuple):
@@ -22,18 +23,61 @@ class PrologueGradients(NamedTuple):
 
     Attributes:
       inputs: the gradient of each of the prologue's inputs; `Gated` has two.
-      prologue: the gradients of its parameters, as a prologue.
+      prologue: the gradients of its parameters, as a prologue; None without a prologue.
       recomputed: the prologue's output, or None.
     """
 
     inputs: tuple[Operand, ...]
-    prologue: "Prologue | Gated"
+    prologue: "Prologue | Gated | None"
     recomputed: jax.Array | None
+
+
+class RowOperation(NamedTuple):
+    """The forward pass of a prologue: the arguments of `dispatch.run`; no name without a prologue."""
+
+    name: str | None
+    arrays: tuple[jax.Array, ...]
+    settings: dict[str, Any]
+
+
+class _Operation:
+    """The forward pass of every prologue."""
+
+    def operation(self, x: Any) -> RowOperation:
+        """The operation on x [..., k], or on the pair of `Gated`."""
+        raise NotImplementedError
+
+    def forward(
+        self, x: Any, *, quantize_to: str | None, implementation: str | None
+    ) -> tuple[jax.Array | None, QTensor | None]:
+        """Returns (output, None), or with a dtype `quantize_to` (None, output quantized row-wise)."""
+        name, arrays, settings = self.operation(x)
+        assert name is not None, "a prologue has a name"
+        options: dict[str, Any] = {
+            "quantize_to": quantize_to,
+            "high_precision": quantize_to is None,
+        }
+        return dispatch.run(name, *arrays, **settings, **options, implementation=implementation)
+
+
+def _run_backward(name: str, *arrays: Any, implementation: str | None, **settings: Any) -> Any:
+    """Runs the backward pass of a row operation; the product of `Factors` among its arrays comes first."""
+    if not any(isinstance(array, Factors) for array in arrays):
+        return dispatch.run(name, *arrays, **settings, implementation=implementation)
+    fused: dict[str, Any] = {"row_operation": name, "settings": tuple(settings.items())}
+    return dispatch.run("fused_product_backward", *arrays, **fused, implementation=implementation)
+
+
+def _added(gradients: "Gradients") -> jax.Array | Factors:
+    return gradients if isinstance(gradients, Factors) else add(*gradients)
+
+
+Gradients = tuple[jax.Array, ...] | Factors  # of a prologue's output: their sum, or their product
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class LayerNorm:
+class LayerNorm(_Operation):
     """LayerNorm over the last axis.
 
     Attributes:
@@ -51,25 +95,13 @@ class LayerNorm:
     epsilon: float = field(default=1e-6, metadata={"static": True})
     whole_rows: ClassVar[bool] = True  # each element depends on the whole row
 
-    def forward(
-        self, x: jax.Array, *, quantize_to: str | None, implementation: str | None
-    ) -> tuple[jax.Array | None, QTensor | None]:
-        """Returns (output, None), or with a dtype `quantize_to` (None, output quantized row-wise)."""
-        return dispatch.run(
-            "layer_norm",
-            x,
-            self.scale,
-            self.bias,
-            epsilon=self.epsilon,
-            quantize_to=quantize_to,
-            high_precision=quantize_to is None,
-            implementation=implementation,
-        )
+    def operation(self, x: jax.Array) -> RowOperation:
+        return RowOperation("layer_norm", (x, self.scale, self.bias), {"epsilon": self.epsilon})
 
     def backward(
         self,
         x: jax.Array,
-        gradients: tuple[jax.Array, ...],
+        gradients: Gradients,
         residual_gradient: jax.Array | None,
         *,
         quantize_to: str | None,
@@ -80,7 +112,7 @@ class LayerNorm:
 
         Args:
           x: [..., k], the prologue's input.
-          gradients: [..., k] each; their sum is the gradient of the output.
+          gradients: [..., k] each, whose sum is the gradient of the output; or its `Factors`.
           residual_gradient: [..., k], which is added to the input gradient, or None.
           quantize_to: dtype of the quantized input gradient, if the prologue supports it; None does not
             quantize.
@@ -88,7 +120,7 @@ class LayerNorm:
           implementation: see `swjax.kernels.dispatch`.
         """
         del quantize_to  # the residual gradient is added before a layer reads the sum
-        dx, dscale, dbias, y = dispatch.run(
+        dx, dscale, dbias, y = _run_backward(
             "layer_norm_backward",
             x,
             self.scale,
@@ -106,7 +138,7 @@ class LayerNorm:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class RMSNorm:
+class RMSNorm(_Operation):
     """RMSNorm over the last axis: ``x (rsqrt(mean(x**2) + epsilon) (offset + scale))`` in float32.
 
     It equals `flax.linen.RMSNorm`, and `flax.nnx.RMSNorm` with a dtype, which rounds the scale to that dtype
@@ -128,25 +160,14 @@ class RMSNorm:
     offset: float = field(default=0.0, metadata={"static": True})
     whole_rows: ClassVar[bool] = True
 
-    def forward(
-        self, x: jax.Array, *, quantize_to: str | None, implementation: str | None
-    ) -> tuple[jax.Array | None, QTensor | None]:
-        """See `LayerNorm.forward`."""
-        return dispatch.run(
-            "rms_norm",
-            x,
-            self.scale,
-            epsilon=self.epsilon,
-            offset=self.offset,
-            quantize_to=quantize_to,
-            high_precision=quantize_to is None,
-            implementation=implementation,
-        )
+    def operation(self, x: jax.Array) -> RowOperation:
+        settings = {"epsilon": self.epsilon, "offset": self.offset}
+        return RowOperation("rms_norm", (x, self.scale), settings)
 
     def backward(
         self,
         x: jax.Array,
-        gradients: tuple[jax.Array, ...],
+        gradients: Gradients,
         residual_gradient: jax.Array | None,
         *,
         quantize_to: str | None,
@@ -155,7 +176,7 @@ class RMSNorm:
     ) -> PrologueGradients:
         """See `LayerNorm.backward`."""
         del quantize_to
-        dx, dscale, y = dispatch.run(
+        dx, dscale, y = _run_backward(
             "rms_norm_backward",
             x,
             self.scale,
@@ -172,7 +193,7 @@ class RMSNorm:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Gelu:
+class Gelu(_Operation):
     """GELU.
 
     Attributes:
@@ -186,23 +207,13 @@ class Gelu:
     approximate: bool = field(default=False, metadata={"static": True})
     whole_rows: ClassVar[bool] = False
 
-    def forward(
-        self, x: jax.Array, *, quantize_to: str | None, implementation: str | None
-    ) -> tuple[jax.Array | None, QTensor | None]:
-        """See `LayerNorm.forward`."""
-        return dispatch.run(
-            "gelu",
-            x,
-            approximate=self.approximate,
-            quantize_to=quantize_to,
-            high_precision=quantize_to is None,
-            implementation=implementation,
-        )
+    def operation(self, x: jax.Array) -> RowOperation:
+        return RowOperation("gelu", (x,), {"approximate": self.approximate})
 
     def backward(
         self,
         x: jax.Array,
-        gradients: tuple[jax.Array, ...],
+        gradients: Gradients,
         residual_gradient: jax.Array | None,
         *,
         quantize_to: str | None,
@@ -210,10 +221,10 @@ class Gelu:
         implementation: str | None,
     ) -> PrologueGradients:
         """See `LayerNorm.backward`."""
-        dx, dx_quantized, token_sum, y = dispatch.run(
+        dx, dx_quantized, token_sum, y = _run_backward(
             "gelu_backward",
             x,
-            add(*gradients),
+            _added(gradients),
             approximate=self.approximate,
             quantize_to=None if residual_gradient is not None else quantize_to,
             recompute=recompute,
@@ -227,7 +238,7 @@ class Gelu:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Gated:
+class Gated(_Operation):
     """``activation(gate) up``, the second prologue of `swjax.gated_mlp`; its input is the pair (gate, up).
 
     Attributes:
@@ -237,27 +248,13 @@ class Gated:
     activation: str = field(default="silu", metadata={"static": True})
     whole_rows: ClassVar[bool] = False
 
-    def forward(
-        self,
-        x: tuple[jax.Array, jax.Array],
-        *,
-        quantize_to: str | None,
-        implementation: str | None,
-    ) -> tuple[jax.Array | None, QTensor | None]:
-        """See `LayerNorm.forward`."""
-        return dispatch.run(
-            "gated",
-            *x,
-            activation=self.activation,
-            quantize_to=quantize_to,
-            high_precision=quantize_to is None,
-            implementation=implementation,
-        )
+    def operation(self, x: tuple[jax.Array, jax.Array]) -> RowOperation:
+        return RowOperation("gated", x, {"activation": self.activation})
 
     def backward(
         self,
         x: tuple[jax.Array, jax.Array],
-        gradients: tuple[jax.Array, ...],
+        gradients: Gradients,
         residual_gradient: None,
         *,
         quantize_to: str | None,
@@ -266,10 +263,10 @@ class Gated:
     ) -> PrologueGradients:
         """See `LayerNorm.backward`; no residual connection starts at gate or up."""
         del residual_gradient
-        dgate, dup, *quantized, h = dispatch.run(
+        dgate, dup, *quantized, h = _run_backward(
             "gated_backward",
             *x,
-            add(*gradients),
+            _added(gradients),
             activation=self.activation,
             quantize_to=quantize_to,
             recompute=recompute,
@@ -307,7 +304,7 @@ def apply(
 def apply_backward(
     prologue: Prologue | Gated,
     x: Any,
-    gradients: tuple[jax.Array, ...],
+    gradients: Gradients,
     residual_gradient: jax.Array | None,
     layer: Layer,
     *,
@@ -317,8 +314,13 @@ def apply_backward(
     """Computes the gradients of a prologue; see `LayerNorm.backward`."""
     sharding, spec = layer.sharding, input_spec(prologue, layer)
     options: dict[str, Any] = {"quantize_to": quantize_to, "recompute": recompute}
+    of_gradients: Any = (spec,) * len(gradients)
+    if isinstance(gradients, Factors):
+        of_gradients = Factors(sharding.y, specs_of(gradients.w, sharding.w))  # type: ignore[arg-type]  # specs
 
     def step(prologue, x, gradients, residual_gradient):
+        if isinstance(gradients, Factors):
+            gradients = gradients._replace(w=sharding.gather(gradients.w, of_gradients.w))
         of = prologue.backward(
             x, gradients, residual_gradient, implementation=layer.implementation, **options
         )
@@ -336,6 +338,4 @@ def apply_backward(
     inputs = (of_input,) * (2 if isinstance(prologue, Gated) else 1)
     out_specs = PrologueGradients(inputs, whole, tree if recompute else None)
     arrays = (prologue, x, gradients, residual_gradient)
-    return sharding.map_shards(
-        step, arrays, (Spec(), spec, (spec,) * len(gradients), spec), out_specs
-    )
+    return sharding.map_shards(step, arrays, (Spec(), spec, of_gradients, spec), out_specs)

@@ -18,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from swjax.kernels import dispatch
 from swjax.kernels.reference import QTensor, rotate_features
+from swjax.linear import fused
 from swjax.linear.interception import without_interception
 from swjax.linear.layer import (
     Layer,
@@ -88,12 +89,25 @@ def forward(
     inputs: LayerArrays, addends: Addends, layers: Layers
 ) -> tuple[tuple[jax.Array, ...], Operand, tuple[Operand, ...]]:
     """Returns y = x w + bias + addend of each layer, and x and each w in the forms that were read."""
-    x = _quantized_input(inputs.x, inputs.prologue, layers[0])
     ws = tuple(map(_quantized_weight, inputs.ws, layers))
-    ys = tuple(map(partial(output, x), ws, inputs.biases, addends, layers))
+    x, ys = _fused_output(inputs, ws, addends, layers)
+    if not ys:
+        x = _quantized_input(inputs.x, inputs.prologue, layers[0])
+        ys = tuple(map(partial(output, x), ws, inputs.biases, addends, layers))
     if layers[0].recipe.fwd is not None:
         ys = tuple(map(_as_product, ys))
     return ys, x, ws
+
+
+def _fused_output(
+    inputs: LayerArrays, ws: tuple[Operand, ...], addends: Addends, layers: Layers
+) -> tuple[Operand, tuple[jax.Array, ...]]:
+    """Returns x in the form that is kept, and (y,); or () if no kernel fuses the layer."""
+    if len(layers) > 1:
+        return Operand(), ()
+    x, prologue = inputs.x, inputs.prologue
+    y = fused.output(x, prologue, ws[0], inputs.biases[0], addends[0], layers[0])
+    return Operand(None if prologue else x), () if y is None else (y,)
 
 
 def _as_product(y: jax.Array) -> jax.Array:
@@ -187,14 +201,22 @@ def backward(
             (x, gradients, residual_gradient)
         )
     gs, dbiases = zip(*map(_bias_gradient, gradients, biases, layers))
-    gs = tuple(map(read_gradient, gs, layers))
-    dxs = input_gradients(gs, ws, layers)
-    if prologue is None:
-        dx: tuple[Operand, ...] = (Operand(add(*dxs, residual_gradient)),)
+    recompute = prologue is not None and x.array is None and x.quantized is None
+    recompute = recompute and any(layer.w_dtype for layer in layers)
+    found = None
+    if len(layers) == 1:
+        given = gs[0], ws[0], before_prologue, prologue, residual_gradient, layers[0]
+        found = fused.input_gradient(*given, recompute=recompute)
+    if found is None:
+        gs = tuple(map(read_gradient, gs, layers))
+        dxs = input_gradients(gs, ws, layers)
+    if found is not None:
+        dx, dprologue, recomputed = found
+        x = Operand(recomputed) if recompute else x
+    elif prologue is None:
+        dx = (Operand(add(*dxs, residual_gradient)),)
         dprologue = None
     else:
-        recompute = x.array is None and x.quantized is None
-        recompute = recompute and any(layer.w_dtype for layer in layers)
         options: dict[str, Any] = {"quantize_to": quantize_to, "recompute": recompute}
         dx, dprologue, recomputed = apply_backward(
             prologue, before_prologue, dxs, residual_gradient, layers[0], **options

@@ -1,0 +1,1 @@
+"""What the kernels for TPUs in Pallas share."""
