@@ -52,7 +52,7 @@ def test_errors_are_worded_as_in_the_code():
     messages = re.findall(r"^\*\*`(.*)`\*\*$", page, re.MULTILINE)
     assert len(messages) > 8
     for message in messages:
-        parts = re.split(r"^w|\.\.\.|'[^']*'|\b\d+\b|[:;()]|\bint8\b|cpu", message)
+        parts = re.split(r"^w|\.\.\.|'[^']*'|\b\d+\b|[:;()]|\bint8\b|an NVIDIA GPU|cpu", message)
         fixed = [squeeze(part) for part in parts if len(part) > 20]
         assert any(part in code for part in fixed), message
 
