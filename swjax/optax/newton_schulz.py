@@ -149,19 +149,11 @@ def orthogonalize(
 
 @functools.partial(jax.jit, static_argnames="dtype")
 def _with_unit_elements(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Divides each matrix by a power of two, so that no square overflows or underflows.
-
-    For 16 bits x is rounded once, to bfloat16, as by Jordan et al., in the pass that finds the power: so x,
-    often a sum of other arrays, is computed once.
-    """
+    """Divides each matrix by its largest element, so that no square overflows or underflows."""
     if not x.size:
         return x.astype(dtype)
-    x = x.astype(jnp.float32)
-    _, exponent = jnp.frexp(jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True))
-    if jnp.dtype(dtype).itemsize == 2:
-        x = rounded(x, jnp.bfloat16).astype(jnp.float32)
-    # 2^-127 and below are flushed to 0.
-    return (x * jnp.ldexp(jnp.float32(1), -jnp.minimum(exponent, 126))).astype(dtype)
+    largest = jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True)
+    return (x / jnp.where(largest > 0, largest, 1)).astype(dtype)
 
 
 # Compiled, because the constraints of `_resharding` need jax.jit.
@@ -180,27 +172,15 @@ def _orthogonalize(
     spec = _without_single_devices(given)
     x = x if spec == given.spec else jax.reshard(x, spec)
     replicate, on_shares, restore = _resharding(x)
-    # Read before the barrier, so that the pass which writes x adds the squares.
-    norms = [_norm(x).reshape(-1)] if _sharing(x).devices == 1 else []
     x = jax.lax.optimization_barrier(x)  # see `rounded`
     table = jnp.broadcast_to(coefficients.astype(jnp.float32), (steps, 3))
     run = functools.partial(iterate, implementation=implementation)
-    x = on_shares(run, replicate(x).reshape(-1, *shape[-2:]), table, *norms)
+    x = on_shares(run, replicate(x).reshape(-1, *shape[-2:]), table)
     x = restore(replicate(x).reshape(shape)).astype(jnp.float32) / _ITERATE_SCALE
     return x if spec == given.spec else jax.reshard(x, given)
 
 
-def _norm(x: jax.Array) -> jax.Array:
-    """The Frobenius norms of matrices x [..., m, n]: [...] float32."""
-    return jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), (-2, -1)))
-
-
-def iterate(
-    x: jax.Array,
-    table: jax.Array,
-    norm: jax.Array | None = None,
-    implementation: str | None = None,
-) -> jax.Array:
+def iterate(x: jax.Array, table: jax.Array, implementation: str | None = None) -> jax.Array:
     """Newton-Schulz iterations X <- (a + b G + c G²) X with the Gram matrix G of the short side of X.
 
     With P = a + b G + c G², the Gram matrix of P X is P G P. So several steps need no product with X but one
@@ -208,9 +188,8 @@ def iterate(
     Q and G, so that G stays the Gram matrix of Q X: the rounding of P exceeds small eigenvalues of G.
 
     Args:
-      x: [batch, m, n]; the largest element of a matrix is between 1/2 and 1, or 0.
+      x: [batch, m, n]; the largest element of a matrix is 1, or 0.
       table: [steps, 3] float32.
-      norm: [batch] float32, the Frobenius norms of x; None computes them.
       implementation: see `orthogonalize`.
 
     Returns:
@@ -221,8 +200,8 @@ def iterate(
     symmetric = functools.partial(dispatch.run, "symmetric_product", implementation=implementation)
     has_fewer_rows = x.shape[-2] <= x.shape[-1]
     contract, times_x = (-1, "bik,bkj->bij") if has_fewer_rows else (-2, "bkj,bik->bij")
-    # Below 1/2 are matrices of zeros only.
-    norm = jnp.maximum(_norm(x) if norm is None else norm, 0.5)
+    norm = jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), (1, 2)))
+    norm = jnp.maximum(norm, 1)  # below 1 are matrices of zeros only
     ones, zeros = jnp.ones_like(norm), jnp.zeros_like(norm)
     scale = norm  # x is the iterate times this
     for segment in _segments(x, len(table)):
