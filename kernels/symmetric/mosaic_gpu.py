@@ -171,7 +171,7 @@ class SymmetricWork:
         """
         matrix, row, column = place
         rows, columns = pl.ds(row, HALF), pl.ds(column, PIECE)
-        # Pieces and transposes take turns. Those before the last two, or the last one, have left their buffers.
+        # Copies of pieces and transposes take turns. All but these last ones have read their buffers.
         under_way = 2 if self.has_addend else 1
         y = piece.sums * piece.product
         if self.has_addend:
