@@ -90,8 +90,7 @@ def muon(
       momentum: of Muon, in [0, 1), with Nesterov's correction.
       dtype: of the operands of Muon's products, of at least 16 bits; sums are in float32. On a GPU take
         float16: it needs fewer products than bfloat16, which Jordan et al. use, and their errors are an
-        eighth. Operands are scaled, so that no gradient is too large or too small for it. For both, the
-        direction is rounded to bfloat16 first.
+        eighth. Operands are scaled, so that no gradient is too large or too small for it.
       block_axes: the axis or axes that enumerate stacked tensors, as in `stable_adamw`. Muon orthogonalizes
         each matrix of a stack; for parameters that AdamW updates, the axes set the RMS of `rms_by_path`.
       coefficients: of the Newton-Schulz iterations: "quintic", those of Jordan et al., or "polar_express",
