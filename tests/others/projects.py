@@ -66,8 +66,8 @@ class Project(NamedTuple):
 
 SIZES = dict(num_layers=2, vocab_size=64, embed_dim=32, hidden_dim=64, num_heads=4, head_dim=8)
 SIZES |= dict(num_kv_heads=2)
-# With one scale for each weight, the worst gradient of Gemma 3 differs by 5.5 and 6.3%, and that of Levanter's
-# Llama by 5.2%.
+# With one scale for each weight, the worst gradients of Gemma 3 differ by 5.5 and 6.3%, and that of
+# Levanter's Llama by 5.2%.
 SCALE_OF_COLUMNS = {KEPT_IN_LLMS: "standard", ".*": "switchback_q"}
 
 
