@@ -225,17 +225,17 @@ def move(step: Step, values: Arrays, stored: Arrays) -> tuple[Arrays, Arrays]:
     return outs, _bind(step.eqn, [stored[0], *values[1:]])
 
 
-def multiplied_by_one(eqn) -> int | None:
+def multiplied_by_one(eqn: Any) -> int | None:
     """Which operand is the result, because the other is 1; None for other operations."""
     if eqn.primitive.name != "mul":
         return None
     for factor, one in ((0, eqn.invars[1]), (1, eqn.invars[0])):
-        if isinstance(one, core.Literal) and one.val == 1 and not one.aval.shape:
+        if isinstance(one, core.Literal) and np.shape(one.val) == () and one.val == 1:
             return factor if eqn.invars[factor].aval.shape == eqn.outvars[0].aval.shape else None
     return None
 
 
-def picked_axis(eqn) -> int | None:
+def picked_axis(eqn: Any) -> int | None:
     """The axis along which a gather takes one entry of an array: one layer of a stack; None for others."""
     if eqn.primitive.name != "gather" or eqn.invars[1].aval.shape != (1,):
         return None
