@@ -23,7 +23,7 @@ VMEM = dict.fromkeys(("TPU v5e", "TPU v6e"), 100 << 20)
 
 ROWS = 128  # of a block; 256 need 5 % fewer instructions, and twice as long to compile
 LANES, SUBLANES = 128, 8  # columns and rows of a tile
-# Bytes of VMEM per row and column of a block. libtpu 0.0.50 used up to 9: benchmarks/results/tpu_compiled.json.
+# Bytes of VMEM per row and column of a block. libtpu 0.0.50 used up to 9, see benchmarks/tpu.py.
 COLUMN_BYTES = 12
 
 
