@@ -63,6 +63,10 @@ def test_row_operations(case):
     assert_same_bits(operation, *arrays, **options)
 
 
+def test_sequences_whose_tokens_do_not_fill_tiles():
+    assert_same_bits("quantize", X.reshape(64, 4, K))
+
+
 def test_rows_with_nan_infinity_and_zeros():
     x = X.at[3, 5].set(jnp.nan).at[4, 6].set(-jnp.inf).at[5].set(0).at[6].set(1e-30)
     got, want = interpreted("quantize", x), reference.quantize(x)
@@ -161,12 +165,17 @@ def test_other_tpus_use_xla(chip):
     [
         ((X[:100],), {}, "a multiple of 128 rows, got 100"),
         ((X[:, :100],), {}, "a multiple of 128 columns"),
+        ((X.reshape(64, 4, K),), {}, None),
+        ((X.reshape(4, 16, 4, K),), {}, "a multiple of 8 tokens"),
         ((X.astype("float16"),), {}, "got float16"),
         ((X,), {"dtype": "float8_e4m3fn"}, "rows to int8"),
     ],
 )
 def test_why_not(arrays, options, reason):
     with targets.compiling_for("TPU v6e"):
+        if reason is None:
+            assert dispatch.choose("quantize", *arrays, **options) == "pallas_tpu"
+            return
         assert dispatch.choose("quantize", *arrays, **options) == "xla"
         with pytest.raises(ValueError, match=f"'pallas_tpu' of 'quantize' .*{reason}.*'xla'"):
             dispatch.choose("quantize", *arrays, **options, implementation="pallas_tpu")

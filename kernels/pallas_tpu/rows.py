@@ -22,8 +22,8 @@ from swjax.kernels.formats import QTensor
 VMEM = dict.fromkeys(("TPU v5e", "TPU v6e"), 100 << 20)
 
 ROWS = 128  # of a block; 256 need 5 % fewer instructions, and twice as long to compile
-LANES = 128  # columns of a tile
-# Bytes of VMEM per row and column of a block. libtpu 0.0.50 used up to 9: benchmarks/results/tpu_compiled.json.
+LANES, SUBLANES = 128, 8  # columns and rows of a tile
+# Bytes of VMEM per row and column of a block. libtpu 0.0.50 used up to 9, see benchmarks/tpu.py.
 COLUMN_BYTES = 12
 
 
@@ -50,9 +50,11 @@ def over_rows(name: str, function: Callable, arrays: Any, whole: Any = ()) -> An
             x.astype(jnp.float32) if rows else x.reshape(like.shape)
             for x, rows, like in zip(blocks, is_rows, given)
         )
-        return function(*jax.tree.unflatten(tree, parts))
+        with jax.default_matmul_precision("default"):  # of int8 products, which are exact
+            return function(*jax.tree.unflatten(tree, parts))
 
-    given = [x.reshape(-1, x.shape[-1]) if rows else x for x, rows in zip(given, is_rows)]
+    swapped = _is_stored_by_token(leading)
+    given = [as_matrix(x, swapped) if rows else x for x, rows in zip(given, is_rows)]
     matrices = [jnp.atleast_2d(x) for x in given]
     m = matrices[is_rows.index(True)].shape[0]
     blocks = [
@@ -88,10 +90,26 @@ def over_rows(name: str, function: Callable, arrays: Any, whole: Any = ()) -> An
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=_vmem()),
         name=f"swjax_{name}",
     )(*matrices)
-    shaped = (
+    if swapped:
+        leading = leading[::-1]
+    shaped = [
         y.reshape((*leading, y.shape[1]) if x.ndim > 1 else -1) for x, y in zip(outs, results)
-    )
+    ]
+    shaped = [y.swapaxes(0, 1) if swapped and y.ndim > 1 else y for y in shaped]
     return jax.tree.unflatten(out_tree, shaped)
+
+
+def as_matrix(x: jax.Array, swapped: bool) -> jax.Array:
+    """Reshapes [..., k] to rows."""
+    return (x.swapaxes(0, 1) if swapped else x).reshape(-1, x.shape[-1])
+
+
+def _is_stored_by_token(leading: tuple[int, ...]) -> bool:
+    """Whether XLA stores [batch, tokens, k] with the tokens outermost, for tiles without padding.
+
+    The rows of a kernel are then in this order, which needs no copy.
+    """
+    return len(leading) == 2 and leading[1] % SUBLANES > 0 and leading[0] % SUBLANES == 0
 
 
 def quantizing(
@@ -145,6 +163,11 @@ def why_not(arrays: Any, whole: Any = ()) -> Unavailable | None:
     rows = blocks[0].size // blocks[0].shape[-1]
     if rows % ROWS:
         return Unavailable(f"needs a multiple of {ROWS} rows, got {rows}: use 'xla'")
+    leading = blocks[0].shape[:-1]
+    if len(leading) > 1 and leading[-1] % SUBLANES and not _is_stored_by_token(leading):
+        return Unavailable(
+            f"needs a multiple of {SUBLANES} tokens or sequences, got {leading}: use 'xla'"
+        )
     columns = sum(x.shape[-1] for x in blocks) + sum(sum(w.shape) for w in weights)
     needed = sum(w.size * w.dtype.itemsize for w in weights) + COLUMN_BYTES * ROWS * columns
     if needed > _vmem():
