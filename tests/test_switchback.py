@@ -517,7 +517,7 @@ def test_a_gelu_and_a_residual_connection_on_a_mesh(kind):
         ),
         (
             lambda x, w: swjax.switchback(x, w, implementation="cuda"),
-            "implementation must be one of xla, triton, mosaic_gpu or None",
+            "implementation must be one of xla, triton, mosaic_gpu, pallas_tpu or None",
         ),
         (
             lambda x, w: swjax.gated_mlp(x, w, w, w.T, activation="relu"),
