@@ -30,7 +30,6 @@ from kernel_cases import (
 )
 from numeric import FLOOR_DB, FP8_SUM_DB, snr_db
 
-from benchmarks.kernels import shapes
 from swjax.kernels import tiles
 from swjax.kernels.reference import QTensor
 
@@ -266,7 +265,7 @@ def test_gelu_of_every_bfloat16(operation, implementation, approximate):
 # Sizes that tiles of 128 x 256 and steps of 128 do not divide, halves of tiles past the edge, more tiles than
 # thread blocks, and a single row.
 SMALL_PRODUCTS = [(300, 144, 264), (320, 128, 64), (520, 256, 512), (1, 128, 256), (130, 400, 8)]
-PRODUCT = {"compiled": [shapes.RAGGED["tiles past the edges"]], "interpreted": [(200, 144, 264)]}
+PRODUCT = {"compiled": [LAYERS["tiles past the edges"]], "interpreted": [(200, 144, 264)]}
 
 
 def check_product(implementation, a, b, bias, out_dtype):
@@ -300,7 +299,7 @@ def test_product_in_every_format(operation, implementation, shape, dtypes, out_d
 @pytest.mark.parametrize("dtypes", PRODUCTS[:2])
 @pytest.mark.parametrize("scopes", [("row", "channel"), ("tensor", "tensor")])
 def test_product_of_every_scope(operation, implementation, dtypes, scopes):
-    shape = shapes.RAGGED["tiles past the edges"]
+    shape = LAYERS["tiles past the edges"]
     check_product(implementation, *operands(shape, dtypes, *scopes), None, "bfloat16")
 
 
