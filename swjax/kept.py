@@ -1,6 +1,7 @@
 """The parameters of language models that stay in 16 bits, by the names in their paths."""
 
 import re
+from collections.abc import Collection
 
 # Parts of paths of parameters that language models keep in 16 bits; a part is what stands between slashes.
 _KEPT = {
@@ -27,3 +28,17 @@ def kept_kind(path: str) -> str:
     """
     match = re.fullmatch(KEPT_IN_LLMS, path)
     return (match and match.lastgroup) or ""
+
+
+def kept_kind_among(path: str, paths: Collection[str]) -> str:
+    """`kept_kind`, but "" for a `gate` beside an `up`: it is an MLP's, not that of experts.
+
+    >>> [kept_kind_among("mlp/gate", ["mlp/gate", other]) for other in ("mlp/up", "mlp/experts")]
+    ['', 'gate']
+    """
+    kind = kept_kind(path)
+    if kind == "gate":
+        up = re.sub(r"(?i)\bgate\b(?!.*\bgate\b).*", "up", path)
+        if any(re.match(rf"{re.escape(up)}(?:_proj)?\b", other) for other in paths):
+            return ""
+    return kind

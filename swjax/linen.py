@@ -226,6 +226,11 @@ def quantized(
     switchback: fwd int8 row x int8 tensor, dgrad int8 row x int8 tensor, wgrad not quantized
     (4, 2)
     """
+    if recipes == "llm":
+        raise TypeError(
+            'swjax.linen.quantized reads no "llm", because it meets the layers one by one: use '
+            'swjax.quantized(model.apply, "llm")'
+        )
     interceptor = _Interceptor(recipes, implementation)
     if _recipes_in_use.value is not None:
         raise ValueError(

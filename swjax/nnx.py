@@ -1,6 +1,7 @@
 """SwitchBack for Flax NNX: drop-in layers, and `quantize_model` for existing models."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
@@ -10,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from swjax import nnx_blocks
+from swjax.kept import kept_kind_among
 from swjax.kernels import dispatch
 from swjax.kernels.reference import QTensor
 from swjax.linear.api import gated_mlp as fused_gated_mlp
@@ -388,7 +390,10 @@ class _Product:
 
 
 def quantize_model(
-    model: nnx.Module, recipes: Mapping[str, str | Recipe], *, implementation: str | None = None
+    model: nnx.Module,
+    recipes: str | Mapping[str, str | Recipe],
+    *,
+    implementation: str | None = None,
 ) -> nnx.Module:
     """Makes the linear layers of an existing NNX model follow recipes, in place.
 
@@ -404,14 +409,15 @@ def quantize_model(
     Args:
       model: any NNX model, modified in place.
       recipes: {regular expression: recipe}. An expression must match a module's whole path, such as
-        "encoder/layers/0/mlp/fc1"; the first match is used. Layers without a match do not change.
+        "encoder/layers/0/mlp/fc1"; the first match is used. Layers without a match do not change. Or "llm":
+        "switchback" for all layers but the heads, routers and gates of experts, see `swjax.KEPT_IN_LLMS`.
       implementation: see `swjax.kernels.dispatch`; None chooses.
 
     Returns:
       `model`.
 
     Raises:
-      TypeError: `recipes` is not a mapping, or `model` is a Linen module.
+      TypeError: `recipes` is neither, or `model` is a Linen module.
       ValueError: a recipe does not exist, or an expression matches no linear layer, or matches one with a
         `dot_general_cls`, which computes its product itself.
 
@@ -424,6 +430,9 @@ def quantize_model(
     switchback: fwd int8 row x int8 tensor, dgrad int8 row x int8 tensor, wgrad not quantized
     """
     linears = {path: module for path, module in _modules(model) if product_name(module)}
+    if recipes == "llm":
+        kept = {path for path in linears if kept_kind_among(path, linears)}
+        recipes = {re.escape(path): "switchback" for path in linears if path not in kept}
     get_all(recipes)  # refuses unknown ones
     chosen = {
         path: get(recipe, *_matrix_of(linears[path]))

@@ -505,6 +505,24 @@ def test_stacks_of_gated_mlps_are_recognised():
     assert y.shape == X.shape and ("gated", "xla") in calls
 
 
+def test_the_rules_of_language_models():
+    """They are those of `swjax.quantized`: the head and the gate of experts stay, the gate of an MLP does not."""
+    names = ("mlp_0/gate", "mlp_0/up", "experts/gate", "lm_head")
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            linear = lambda: nnx.Linear(8, 8, rngs=rngs)
+            self.mlp_0, self.experts = nnx.Dict(gate=linear(), up=linear()), nnx.Dict(gate=linear())
+            self.lm_head = linear()
+
+    model = swjax.nnx.quantize_model(Model(nnx.Rngs(0)), "llm")
+    recipes = {matrix.path: matrix.recipe for matrix in swjax.nnx.describe_model(model)}
+    assert [recipes[name] == RECIPES["switchback"] for name in names] == [True, True, False, False]
+    with pytest.raises(TypeError, match=r"use swjax.quantized\(model.apply, \"llm\"\)"):
+        with swjax.linen.quantized("llm"):
+            pass
+
+
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
 def test_a_conversion_of_only_routers_and_heads_warns(kind):
     """As in models whose other layers are code of their own."""

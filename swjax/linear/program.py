@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from swjax import recipes
+from swjax.kept import kept_kind_among
 from swjax.linear.contraction import dot_general
 from swjax.linear.conversion import TAKES_NONE, UNMATCHED, Matrix, warn_if_only_kept
 from swjax.linear.frozen import FrozenWeight, freeze
@@ -329,11 +330,7 @@ def _choices(rules: str | Mapping[str, str | Recipe], paths: Sequence[str]) -> d
 
 
 def _llm_choice(path: str, paths: Sequence[str]) -> Choice:
-    kind = recipes.kept_kind(path)
-    if kind == "gate":
-        up = re.sub(r"(?i)\bgate\b(?!.*\bgate\b).*", "up", path)
-        if any(re.match(rf"{re.escape(up)}(?:_proj)?\b", other) for other in paths):
-            kind = ""  # the gate of an MLP
+    kind = kept_kind_among(path, paths)
     if not kind:
         return Choice(recipes.get("switchback"))
     names = {
