@@ -430,13 +430,14 @@ def quantize_model(
     switchback: fwd int8 row x int8 tensor, dgrad int8 row x int8 tensor, wgrad not quantized
     """
     linears = {path: module for path, module in _modules(model) if product_name(module)}
+    rules: Any = recipes
     if recipes == "llm":
-        kept = {path for path in linears if kept_kind_among(path, linears)}
-        recipes = {re.escape(path): "switchback" for path in linears if path not in kept}
-    get_all(recipes)  # refuses unknown ones
+        switched = (path for path in linears if not kept_kind_among(path, linears))
+        rules = {re.escape(path): "switchback" for path in switched}
+    get_all(rules)  # refuses unknown ones
     chosen = {
         path: get(recipe, *_matrix_of(linears[path]))
-        for path, recipe in first_match(recipes, linears).items()
+        for path, recipe in first_match(rules, linears).items()
     }
     for path in chosen:
         refuse_dot_general_cls(path, linears[path])
