@@ -506,7 +506,7 @@ def test_stacks_of_gated_mlps_are_recognised():
 
 
 def test_the_rules_of_language_models():
-    """They are those of `swjax.quantized`: the head and the gate of experts stay, the gate of an MLP does not."""
+    """The head and the gate of experts stay in 16 bits, the gate of an MLP does not."""
     names = ("mlp_0/gate", "mlp_0/up", "experts/gate", "lm_head")
 
     class Model(nnx.Module):
