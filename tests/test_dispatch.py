@@ -474,8 +474,8 @@ def test_layers_fit_together_as_on_a_gpu(gpu, recipe, implementation):
         with pytest.raises(ValueError, match="has none of the products of this layer"):
             swjax.switchback(X, array((256, 64)), recipe=recipe, implementation=implementation)
         return
-    if (recipe, implementation) == ("fp8_hadamard", "mosaic_gpu"):
-        pytest.skip("the weight gradient of rotated tokens in Mosaic is int8 only")
+    if recipe == "fp8_hadamard" and implementation:
+        pytest.skip("kernels for the weight gradient of rotated tokens are int8 only")
 
     def loss(x, w1, b1, w2, norm):
         options = {"recipe": recipe, "prologue": norm, "implementation": implementation}

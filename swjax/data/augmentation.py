@@ -116,7 +116,7 @@ def _random_operation(
       rng: generator of the operation and its sign.
     """
     names = tuple(operations())
-    name, sign = names[rng.integers(len(names))], rng.choice((-1, 1))
+    name, sign = names[rng.integers(len(names))], int(rng.choice((-1, 1)))
     return operations()[name](image, level, sign)
 
 
