@@ -9,6 +9,7 @@ singular value of the result for those above 0.2 % of the norm, and the largest 
 singular vectors of X. The band without rounding is 0.68 to 1.21.
 """
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -72,6 +73,7 @@ def orthogonalized(x: np.ndarray, dtype: str, steps) -> np.ndarray:
 
 
 def main() -> int:
+    argparse.ArgumentParser(description="Prints bands of singular values.").parse_args()
     for shape in ((256, 256), (256, 1024)):
         spectra = matrices(*shape)
         print(f"\n{shape[0]} x {shape[1]}".ljust(30) + "".join(f"{name:>21}" for name in spectra))
