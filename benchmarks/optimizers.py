@@ -136,7 +136,7 @@ def operations(shapes, segments) -> float:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Times updates; see the top of the file.")
+    parser = timing.parser(__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
     parser.add_argument("--symmetric", action="store_true", help="kernels of symmetric products")
