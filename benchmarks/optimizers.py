@@ -10,7 +10,6 @@ random. Times are wall-clock times over consecutive calls, the median of REPEATS
 `torch.optim.Muon` is not timed: it has neither stacks nor a fused update.
 """
 
-import argparse
 import itertools
 import statistics
 import sys
