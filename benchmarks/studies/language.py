@@ -47,7 +47,7 @@ ARMS = (
     "fp8_switchback",
     "fp8_tensorwise",
 )
-OPTIMIZERS = ("adamw", "stable_adamw", "muon")
+OPTIMIZERS = ("adamw", "stable_adamw", "muon", "muon_nonic")
 RATES = (3e-4, 8e-4, 2e-3, 5e-3, 1.2e-2)
 GAINS = (1.0, 30.0)
 PLACES = (
@@ -108,7 +108,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     flags.add_argument("--rates", nargs="+", type=float, default=RATES, help="of the study rates")
     flags.add_argument("--gains", nargs="+", type=float, default=GAINS, help="of the study planted")
     flags.add_argument("--places", nargs="+", default=PLACES, choices=PLACES, help="the same")
-    flags.add_argument("--optimizers", nargs="+", default=OPTIMIZERS, choices=OPTIMIZERS)
+    flags.add_argument("--optimizers", nargs="+", default=OPTIMIZERS[:3], choices=OPTIMIZERS)
     flags.add_argument(
         "--shape",
         nargs=5,
@@ -436,7 +436,7 @@ def stable(hyper: Hyper) -> Any:
     return optax.chain(optax.clip_by_global_norm(1.0), tail)
 
 
-def muon(hyper: Hyper) -> Any:
+def muon(hyper: Hyper, coefficients: str = "quintic") -> Any:
     import optax
 
     import swjax.optax
@@ -447,12 +447,14 @@ def muon(hyper: Hyper) -> Any:
         b2=0.95,
         weight_decay=0.1,
         mask=is_matrix,
-        dtype="bfloat16",
+        dtype="float16",
+        coefficients=coefficients,
     )
     return optax.chain(optax.clip_by_global_norm(1.0), tail)
 
 
-OPTIMIZER = dict(zip(OPTIMIZERS, (adamw, stable, muon), strict=True))
+muon_nonic = functools.partial(muon, coefficients="nonic")
+OPTIMIZER = dict(zip(OPTIMIZERS, (adamw, stable, muon, muon_nonic), strict=True))
 
 
 # --- results ------------------------------------------------------------------------------------------
