@@ -25,7 +25,7 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "JAX_DISABLE_MOST_OPTIMIZAT
 
 
 def run(*flags) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "benchmarks.kernels", *map(str, flags)]
+    command = [sys.executable, "-m", "benchmarks.kernels.bench", *map(str, flags)]
     return subprocess.run(
         command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=True
     )

@@ -177,7 +177,9 @@ def loaded_by(statement: str) -> set[str]:
 
 
 SLOW = {
+    "tensorflow",
     "tensorflow_datasets",
+    "torch",
     "grain",
     "orbax",
     "matplotlib",

@@ -97,7 +97,7 @@ def measured(shape: ExpertShape, arm: str, arrays, ends, calls: int) -> dict:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Times mixtures of experts in PyTorch.")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0].rstrip(":"))
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=list(EXPERTS))
     parser.add_argument("--arms", nargs="+", choices=("eager", "compiled"), default=["eager"])
     parser.add_argument("--routings", nargs="+", choices=ROUTINGS, default=list(ROUTINGS))

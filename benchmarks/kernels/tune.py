@@ -404,9 +404,7 @@ def ahead(jobs: Iterator, count: int = 2) -> Iterator:
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.kernels.tune", description="Writes the tuned table of this GPU."
-    )
+    parser = timing.parser(__doc__)
     parser.add_argument(
         "--only", nargs="+", default=[""], metavar="START", help="shapes whose path starts so"
     )
