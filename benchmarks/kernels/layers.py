@@ -65,7 +65,8 @@ def layers_of(kind: str, smoke: bool) -> Iterator[Layer]:
         yield Layer(kind, tokens, width, 4 * width, "layer_norm")
     elif kind == "language":
         tokens = 256 if smoke else shapes.LANGUAGE_TOKENS
-        for k, n in [(64, 128)] if smoke else reversed(shapes.LANGUAGE_MODELS["Llama-3-8B"]):
+        sizes = [(64, 128)] if smoke else shapes.LANGUAGE_MODELS["Llama-3-8B"]
+        for k, n in sorted(sizes, key=lambda size: -size[0] * size[1]):
             yield Layer(kind, tokens, k, n)
     else:
         for tokens in (128,) if smoke else (65_536, 131_072, 32_768, 16_384):

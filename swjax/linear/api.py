@@ -391,7 +391,6 @@ def _products(recipe: Recipe, formats: tuple[targets.BlockFormat, ...]) -> list[
         wgrad = "block_weight_gradient" if recipe.wgrad.lhs.scope == "block" else "matmul"
     products = [recipe.fwd, recipe.dgrad] + [recipe.wgrad] * (wgrad == "matmul")
 
-
     def name(product: Product | None) -> str:
         if product is None or not product.in_blocks:
             return "matmul" if product else "dot"
