@@ -111,8 +111,8 @@ def platform(mesh: AbstractMesh | None = None) -> str:
 def block_formats(mesh: AbstractMesh | None = None) -> tuple[BlockFormat, ...]:
     """The block formats that are multiplied without emulation. `mesh`: see `current`.
 
-    Matrix units of B200 and B300 multiply MXFP8 and NVFP4, and XLA compiles products for them; XLA of jax 0.12
-    aborts for the RTX 5090. On Hopper a kernel scales the sums of blocks.
+    Matrix units of B200 and B300 multiply MXFP8 and NVFP4, and XLA compiles products for them; XLA of jax
+    0.12 aborts for the RTX 5090. On Hopper a kernel scales the sums of blocks.
 
     >>> with compiling_for("H100"):
     ...     block_formats()

@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from swjax import auto
-from swjax.kernels.targets import BlockFormat
 from swjax.kept import KEPT_IN_LLMS as KEPT_IN_LLMS
 from swjax.kept import kept_kind as kept_kind
+from swjax.kernels.targets import BlockFormat
 
 R = TypeVar("R")
 
@@ -76,7 +76,7 @@ class Quantizer:
 
     @property
     def in_blocks(self) -> bool:
-        """Whether the operand is in a block format: scales vary along the contraction, or values have 4 bits."""
+        """Whether the operand is in a block format."""
         return self.scope in BLOCK_SCOPES
 
     @property
@@ -312,8 +312,9 @@ class Recipe:
         Args:
           formats: block formats that need no emulation, those of `swjax.kernels.targets.block_formats`.
 
-        >>> [RECIPES["mxfp8"].is_emulated(formats) for formats in ((), [("float8_e4m3fn", 32, "float8_e8m0fnu")])]
-        [True, False]
+        >>> mxfp8 = (("float8_e4m3fn", 32, "float8_e8m0fnu"),)
+        >>> [RECIPES[name].is_emulated(mxfp8) for name in ("mxfp8", "fp8_block128")]
+        [False, True]
         """
         blocks = [p.lhs for p in (self.fwd, self.dgrad, self.wgrad) if p and p.in_blocks]
         return any(q.block_format not in formats for q in blocks)

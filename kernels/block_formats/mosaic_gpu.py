@@ -155,7 +155,11 @@ def block_matmul(
     multiprocessors: int | None = None,
     interpret: Any = None,
 ) -> jax.Array:
-    """`reference.block_matmul` of e4m3 values with a float32 scale for 128, for rows a multiple of 8 and n of 16."""
+    """`reference.block_matmul` of e4m3 values with float32 scales for 128 of them.
+
+    Rows are a multiple of 8, and n of 64 and above 64 (32 in float32). Sums within a block are those of the
+    tensor cores, with about 14 bits; their scaled sum is in float32.
+    """
     k = a.values.shape[-1]
     m, n = a.values.size // k, b.values.shape[0]
     cluster = 2 if m > TILE_M else 1

@@ -1,7 +1,5 @@
 """Quantizers of blocks with float32 scales: each reads its input once, and writes what both products read."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import triton
@@ -135,7 +133,7 @@ def why_not(
     m, n = x.size // x.shape[-1], x.shape[-1]
     if m > MOST_ROWS or (-1 in axes and n % BLOCK) or (0 in axes and m % BLOCK):
         return Unavailable(
-            f"needs blocks of {BLOCK} that divide the axes {axes}, and up to {MOST_ROWS} rows, got [{m}, {n}]: "
+            f"needs blocks of {BLOCK} that divide axes {axes}, and up to {MOST_ROWS} rows, got {m} x {n}: "
             "use 'xla'"
         )
     return None

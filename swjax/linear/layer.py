@@ -227,8 +227,8 @@ def quantize_in_blocks(
 ) -> QTensor | Blocks:
     """Rounds x to a block format for a product that sums over `axis`; for axis 0, as a matrix of all tokens.
 
-    Returns a QTensor whose values include the scales; or Blocks, with the axis last, for products that are not
-    emulated.
+    Returns a QTensor whose values include the scales; or Blocks, with the axis last, for products that are
+    not emulated.
 
     Each device forms blocks of its own elements. To rotate tokens, zeros fill the last group of a device, for
     both operands of the weight gradient alike. The elements of a device seed its stochastic rounding.

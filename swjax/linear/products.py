@@ -99,8 +99,8 @@ def input_gradients(
 
 
 def read_gradient(g: Operand, layer: Layer) -> Operand:
-    """g with the quantized form that the input gradient reads, if rows share its scales; or with the blocks that
-    both products read, if one kernel writes them."""
+    """g with the quantized form that the input gradient reads, if rows share its scales; or with the blocks
+    that both products read, if one kernel writes them."""
     dgrad, wgrad = layer.recipe.dgrad, layer.recipe.wgrad
     if dgrad is not None and wgrad is not None and dgrad.in_blocks and layer.w_dtype:
         g_spec = layer.sharding.y
