@@ -6,6 +6,11 @@ A scale spans an operand's *contracted* axes, or the whole tensor, so that it fa
 """
 
 from swjax.kernels.attention.reference import attention, attention_backward
+from swjax.kernels.block_formats.reference import (
+    block_matmul,
+    quantize_segments,
+    quantize_squares,
+)
 from swjax.kernels.block_weight_gradients.reference import (
     block_weight_gradient,
     block_weight_gradient_group,
@@ -55,6 +60,7 @@ __all__ = [
     "absolute_maximum",
     "attention",
     "attention_backward",
+    "block_matmul",
     "block_weight_gradient",
     "block_weight_gradient_group",
     "dequantize",
@@ -75,6 +81,8 @@ __all__ = [
     "quantize_both",
     "quantize_by",
     "quantize_rotated",
+    "quantize_segments",
+    "quantize_squares",
     "quantize_static",
     "ragged_block_weight_gradient",
     "ragged_matmul",

@@ -6,6 +6,7 @@ import numpy as np
 from benchmarks.kernels import shapes
 from benchmarks.kernels.shapes import LinearShape
 from swjax.kernels import tiles
+from swjax.kernels.block_formats.reference import Blocks
 from swjax.kernels.reference import QTensor
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -75,6 +76,19 @@ def attention_arguments(operation, shape, dtype="bfloat16", causal=False):
         return q, k, v
     out, lse = oracle.attention(q, k, v, causal=causal)
     return q, k, v, out.astype(dtype), lse.astype("float32"), gradient
+
+
+def blocks(shape, square=False, seed=0):
+    """Returns Blocks a [tokens, k] and b [n, k], quantized by the oracle, whose product is around 1."""
+    tokens, k, n = shape
+    rng = np.random.default_rng(seed)
+    found = []
+    for rows in (tokens, n):
+        x = rng.standard_normal((rows, k)) * rng.uniform(0.5, 2, (rows, 1)) / k**0.25
+        x[:, :128] *= 8  # blocks of different magnitude
+        pair = oracle.quantize_blocks(x, -1, square=square and rows == n)
+        found.append(Blocks(*pair, np.ones((1, 1), "float32")))
+    return found
 
 
 def operands(shape, dtypes=("int8", "int8"), a_scope="row", b_scope="tensor", seed=0):

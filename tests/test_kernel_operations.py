@@ -24,6 +24,7 @@ from kernel_cases import (
     TARGETS,
     XLA_LAYERS,
     XLA_ROWS,
+    blocks,
     normal,
     operands,
     row_arguments,
@@ -135,6 +136,35 @@ def test_both_forms_of_a_weight_have_the_same_bits(operation, implementation, sh
         for q, transpose in zip(got, (False, True), strict=True):
             one = QTensor(*(np.asarray(part)[number] for part in q))
             assert_same_bits(one, oracle.quantize(matrix, (0, 1), target, transpose=transpose))
+
+
+@implementations.each(
+    "quantize_segments",
+    "quantize_squares",
+    **same((256, 384)),
+    options=("dtype", [("bfloat16",), ("float32",)]),
+    few_options=[("bfloat16",), ("float32",)],
+)
+def test_blocks_have_the_same_bits(operation, implementation, shape, dtype):
+    """Also with rows of zeros and blocks with NaN and infinities, which spoil their block alone."""
+    x = normal(shape, dtype) * np.exp2(np.arange(shape[0])[:, None] // 8 - 12).astype(dtype)
+    x[-1] = 0
+    poisoned = x.copy()
+    poisoned[3, 5], poisoned[140, 200] = np.nan, -np.inf
+    square = operation == "quantize_squares"
+    options = {"dtype": "float8_e4m3fn", "block": 128, "implementation": implementation}
+    cases = [(0, -1)] if square else [(-1,), (0,), (-1, 0)]
+    for axes in cases:
+        options |= {} if square else {"axes": axes}
+        good, bad = (run(operation, each, **options) for each in (x, poisoned))
+        for q, spoilt, axis in zip(good, bad, axes, strict=True):
+            assert_same_bits(q[:2], oracle.quantize_blocks(x, axis, square))
+            nan = np.isnan(np.asarray(spoilt.scales))
+            assert nan.sum() == 2
+            whole = np.repeat(np.repeat(nan, 128, 1), len(q.values) // len(nan), 0)
+            values = np.asarray(spoilt.values, np.float32)
+            assert np.isnan(values[whole]).all()
+            np.testing.assert_array_equal(values[~whole], np.asarray(q.values, np.float32)[~whole])
 
 
 @implementations.each("quantize", **same((3, 5, 48)))
@@ -261,6 +291,41 @@ def test_gelu_of_every_bfloat16(operation, implementation, approximate):
 
 
 # --- products -----------------------------------------------------------------------------------------
+
+# Odd and even numbers of steps, tiles past the edges, several tiles for each thread block, and one tile.
+BLOCK_PRODUCTS = [(264, 384, 256), (1032, 256, 1408), (64, 128, 128), (1000, 1280, 640)]
+
+
+@implementations.each(
+    "block_matmul",
+    compiled={"xla": BLOCK_PRODUCTS[:1], "mosaic_gpu": BLOCK_PRODUCTS, "triton": []},
+    interpreted=BLOCK_PRODUCTS,
+    options=("square, out_dtype", list(itertools.product((False, True), ("bfloat16", "float32")))),
+    few_options=[(False, "float32"), (True, "bfloat16")],
+)
+def test_products_of_blocks(operation, implementation, shape, square, out_dtype):
+    a, b = blocks(shape, square)
+    bias, addend = normal(shape[-1]), normal((shape[0], shape[-1]), "bfloat16", seed=1)
+    options = {"implementation": implementation, "out_dtype": out_dtype}
+    floor = min(FLOOR_DB[out_dtype], FP8_SUM_DB)
+    for terms in ((), (bias, addend)):
+        y = run(operation, a, b, *terms, **options)
+        assert y.dtype == out_dtype
+        assert snr_db(y, oracle.block_matmul(a[:2], b[:2], *terms)) > floor
+
+
+@implementations.each(
+    "block_matmul", compiled=[(264, 512, 256)], interpreted=[(136, 384, 128)], kept=0
+)
+def test_a_non_finite_block_stays_in_its_row(operation, implementation, shape):
+    a, b = blocks(shape, square=True)
+    options = {"implementation": implementation, "out_dtype": "bfloat16"}
+    good = np.asarray(run(operation, a, b, **options), np.float32)
+    a.scales[70, 1] = np.nan
+    bad = np.asarray(run(operation, a, b, **options), np.float32)
+    assert np.isnan(bad[70]).all()
+    np.testing.assert_array_equal(np.delete(good, 70, 0), np.delete(bad, 70, 0))
+
 
 # Sizes that tiles of 128 x 256 and steps of 128 do not divide, halves of tiles past the edge, more tiles than
 # thread blocks, and a single row.
