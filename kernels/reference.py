@@ -36,7 +36,7 @@ from swjax.kernels.quantizers.reference import (
     quantize_and_sum,
     quantize_both,
     quantize_by,
-    quantize_static,
+    static_absmax,
 )
 from swjax.kernels.ragged.reference import (
     ragged_block_weight_gradient,
@@ -75,7 +75,6 @@ __all__ = [
     "quantize_both",
     "quantize_by",
     "quantize_rotated",
-    "quantize_static",
     "ragged_block_weight_gradient",
     "ragged_matmul",
     "ragged_weight_gradient",
@@ -84,6 +83,7 @@ __all__ = [
     "rotate_features",
     "round_to_fp8",
     "scale_of",
+    "static_absmax",
     "symmetric_product",
     "weight_gradient",
     "weight_gradient_group",

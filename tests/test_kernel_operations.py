@@ -4,6 +4,7 @@ On CPUs these are XLA and, at small sizes, the kernels in their interpreters.
 """
 
 import itertools
+from functools import partial
 
 import implementations
 import jax
@@ -31,7 +32,7 @@ from kernel_cases import (
 from numeric import FLOOR_DB, FP8_SUM_DB, snr_db
 
 from swjax.kernels import tiles
-from swjax.kernels.reference import QTensor
+from swjax.kernels.reference import LARGEST, QTensor, static_absmax
 
 # Kernels convert inputs and outputs separately, so not every pair is tested.
 FORMATS = (
@@ -135,6 +136,31 @@ def test_both_forms_of_a_weight_have_the_same_bits(operation, implementation, sh
         for q, transpose in zip(got, (False, True), strict=True):
             one = QTensor(*(np.asarray(part)[number] for part in q))
             assert_same_bits(one, oracle.quantize(matrix, (0, 1), target, transpose=transpose))
+
+
+@implementations.each("quantize_by", "quantize_both", **RAGGED)
+@pytest.mark.parametrize("target", TARGETS[1:])
+@pytest.mark.parametrize("scale", [1.0, 2.0**-5])
+def test_constant_scales_clip_and_keep_what_is_not_finite(
+    operation, implementation, shape, target, scale
+):
+    largest = LARGEST[target]
+    x = normal(shape) * np.float32(largest * scale / 2)
+    x[0, :6] = np.inf, -np.inf, np.nan, largest * scale, -2 * largest * scale, -0.0
+    x[1] *= 1e-6  # below the smallest normal value of e4m3
+    absmax = static_absmax(scale, target, ndim=2 if operation == "quantize_by" else 1)
+    assert np.sum(np.abs(x) > largest * scale) > 10
+    values = np.clip(x / np.float32(scale), -largest, largest)
+    values = np.where(np.isfinite(x), values, np.float32(np.nan)).astype(target)
+    options = {"dtype": target, "clip": True}
+    if operation == "quantize_both":
+        got = run(operation, x, absmax, implementation=implementation, **options)
+    else:
+        call = partial(run, operation, x, absmax, implementation=implementation, **options)
+        got = call(), call(transpose=True)
+    one = np.full((1, 1), scale, "float32")
+    for q, want in zip(got, (values, values.T), strict=True):
+        assert_same_bits(q, (want, one))
 
 
 @implementations.each("quantize", **same((3, 5, 48)))

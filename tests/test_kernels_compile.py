@@ -205,9 +205,10 @@ def test_quantizers_compute_what_is_written(compiled):
         (in_triton("quantize"), (), {"axes": (0, 1), "transpose": True}),
         (in_triton("quantize"), (), {"axes": (0,)}),
         (in_triton("quantize_both"), (array((256,)),), {}),
+        (in_triton("quantize_both"), (array((1,)),), {"dtype": E5M2, "clip": True}),
     ],
 )
-def test_weights_are_quantized_with_wide_loads_and_stores(compiled, function, arrays, options):
+def test_matrices_are_quantized_with_wide_loads_and_stores(compiled, function, arrays, options):
     kernel = compiled(90, function, array((1280, 5120)), *arrays, **options)
     for moves in (instructions(kernel, r"ld\.global"), instructions(kernel, r"st\.global")):
         few = ("ld.global.b32", "ld.global.v2.b32", "st.global.b32")  # scales and maxima

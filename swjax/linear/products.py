@@ -25,6 +25,7 @@ from swjax.linear.layer import (
     add,
     as_array,
     as_rows,
+    quantize_both_ways,
     read,
     specs_of_operand,
     split_outliers,
@@ -98,9 +99,18 @@ def input_gradients(
 
 
 def read_gradient(g: Operand, layer: Layer) -> Operand:
-    """g with the quantized form that the input gradient reads, if rows share its scales."""
+    """g with the quantized form that the input gradient reads, if rows share its scales.
+
+    If both products read one quantizer's values, and sum over the last axis, one pass makes both forms.
+    """
     dgrad = layer.recipe.dgrad
-    if dgrad is None or dgrad.lhs.scope != "row" or dgrad.outlier_threshold:
+    if dgrad is None or dgrad.outlier_threshold:
+        return g
+    if layer.recipe.quantizes_gradient_once and layer.reads_last_axis and layer.w_dtype:
+        assert g.array is not None, "every gradient is known in high precision"
+        q, transposed = quantize_both_ways(dgrad.lhs, g.array, layer.sharding.y, layer)
+        return g._replace(quantized=q, transposed=transposed)
+    if dgrad.lhs.scope != "row":
         return g
     return g._replace(quantized=read(dgrad.lhs, g, layer.sharding.y, -1, layer).quantized)
 

@@ -27,9 +27,9 @@ from swjax.linear.layer import (
     as_array,
     from_bytes,
     name_for_checkpoint,
+    quantize_both_ways,
     quantize_gradient,
     quantize_sharded,
-    quantize_weight_both_ways,
     quantizes_rows,
     read,
     to_bytes,
@@ -142,7 +142,7 @@ def _quantized_weight(w: jax.Array | QTensor, layer: Layer) -> Operand:
     if fwd is None or fwd.in_blocks:  # blocks extend along the axis that a product sums over
         return Operand(w)
     if layer.recipe.quantizes_weight_once and layer.reads_last_axis:
-        known = Operand(None, *quantize_weight_both_ways(w, fwd.rhs, layer))
+        known = Operand(None, *quantize_both_ways(fwd.rhs, w, layer.sharding.w, layer))
     else:
         known = read(fwd.rhs, Operand(w), layer.sharding.w, 0, layer)
     q, transposed = (form and name_for_checkpoint(form, "swjax_w") for form in known[1:3])
@@ -223,7 +223,8 @@ def backward(
         )
         x = Operand(recomputed) if recompute else x
     scales = RowScales(x_scale, tuple(g.quantized.scale if g.quantized else None for g in gs))
-    dws = weight_gradients(x, tuple(Operand(g.array) for g in gs), layers, scales)
+    gs = tuple(Operand(g.array, transposed=g.transposed) for g in gs)
+    dws = weight_gradients(x, gs, layers, scales)
     dws = tuple(map(estimated, dws, ws, layers))
     return LayerArrays(dx, dws, dbiases, dprologue)
 
