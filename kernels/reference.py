@@ -10,6 +10,7 @@ from swjax.kernels.block_weight_gradients.reference import (
     block_weight_gradient,
     block_weight_gradient_group,
 )
+from swjax.kernels.cross_entropy.reference import cross_entropy
 from swjax.kernels.formats import (
     INVERSE,
     LARGEST,
@@ -57,6 +58,7 @@ __all__ = [
     "attention_backward",
     "block_weight_gradient",
     "block_weight_gradient_group",
+    "cross_entropy",
     "dequantize",
     "divide",
     "dot",

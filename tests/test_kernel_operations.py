@@ -25,6 +25,7 @@ from kernel_cases import (
     TARGETS,
     XLA_LAYERS,
     XLA_ROWS,
+    cross_entropy_arguments,
     normal,
     operands,
     row_arguments,
@@ -388,7 +389,8 @@ def test_sum_of_products(operation, implementation, shape, dtypes, count, out_dt
     m, k, n = shape
     if "mosaic" in implementation:
         m = -(-m // 8) * 8
-    pairs = [operands((m, k, n), dtypes, seed=seed) for seed in range(count)]
+    ks = (k, k) if count == 2 else (k, 128, k)
+    pairs = [operands((m, k, n), dtypes, seed=seed) for seed, k in enumerate(ks)]
     # The largest scale is that of another product in each row.
     pairs = [(a._replace(scale=a.scale * 10.0**i), b) for i, (a, b) in enumerate(pairs)]
     a, b = zip(*pairs)
@@ -605,3 +607,36 @@ def test_gradients_that_norms_add_in_passing(operation, implementation, shape, c
     assert nothing is None
     for a, b in zip(got, (dx + residual, *sums), strict=True):
         assert snr_db(a, b) > FLOOR_DB["float16"]
+
+
+@implementations.each(
+    "cross_entropy",
+    compiled=[(77, 333), (3, 5, 17), (64, 128_256)],
+    interpreted=[(7, 333), (3, 2, 17), (2, 70_000)],
+    **IN_DTYPES,
+)
+def test_cross_entropy_and_its_gradient(operation, implementation, shape, dtype):
+    logits, labels, where = cross_entropy_arguments(shape, dtype)
+    call = partial(run, operation, implementation=implementation)
+    got = call(logits, labels, where)
+    assert got[1].dtype == dtype
+    want = oracle.cross_entropy(logits, labels, where)
+    for value, exact, kind in zip(got, want, ("float32", dtype)):
+        assert snr_db(value, exact) > FLOOR_DB[kind]
+    losses, none = call(logits, labels, where, gradient=False)
+    np.testing.assert_array_equal(losses, got[0])
+    assert none is None
+
+
+@implementations.each("cross_entropy", compiled=[(6, 40)], interpreted=[(6, 40)])
+def test_what_is_no_class_or_not_finite_stays_visible(operation, implementation, shape):
+    logits, labels, where = cross_entropy_arguments(shape, "float32")
+    where[:] = [1, 1, 1, 1, 0, 1]
+    labels[:2] = -1, 40
+    logits[2, 3], logits[3, 5], logits[4, 0] = np.nan, np.inf, np.nan
+    logits[5, :39] = -np.inf
+    labels[5] = 39
+    losses, gradient = run(operation, logits, labels, where, implementation=implementation)
+    np.testing.assert_array_equal(np.isfinite(losses), [0, 0, 0, 0, 1, 1])
+    np.testing.assert_array_equal(gradient[4:], 0)
+    assert np.isfinite(gradient[:2]).all() and losses[4] == losses[5] == 0
