@@ -294,6 +294,18 @@ class Recipe:
         rhs = self.fwd.rhs
         return rhs == self.dgrad.rhs and rhs.has_one_scale and rhs.rotation == 1
 
+    @property
+    def quantizes_gradient_once(self) -> bool:
+        """Whether dgrad and wgrad read the same quantized gradient.
+
+        >>> [RECIPES[name].quantizes_gradient_once for name in ("fp8_tensorwise", "fp8_switchback")]
+        [True, False]
+        """
+        if self.dgrad is None or self.wgrad is None:
+            return False
+        lhs = self.dgrad.lhs
+        return lhs == self.wgrad.rhs and lhs.has_one_scale and lhs.rotation == 1
+
     def rotating(self, k: int, n: int) -> "Recipe":
         """The recipe with rotations of fwd that divide k features, and of dgrad that divide n features.
 

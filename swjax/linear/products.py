@@ -26,6 +26,7 @@ from swjax.linear.layer import (
     as_array,
     as_rows,
     quantize_blocks_both_ways,
+    quantize_both_ways,
     read,
     specs_of_operand,
     split_outliers,
@@ -99,14 +100,22 @@ def input_gradients(
 
 
 def read_gradient(g: Operand, layer: Layer) -> Operand:
-    """g with the quantized form that the input gradient reads, if rows share its scales; or with the blocks
-    that both products read, if one kernel writes them."""
+    """g with the quantized form that the input gradient reads, if rows share its scales.
+
+    If one kernel makes the forms of both products, in blocks or with one quantizer's values, g has both.
+    """
     dgrad, wgrad = layer.recipe.dgrad, layer.recipe.wgrad
-    if dgrad is not None and wgrad is not None and dgrad.in_blocks and layer.w_dtype:
-        g_spec = layer.sharding.y
+    if dgrad is None or dgrad.outlier_threshold:
+        return g
+    g_spec = layer.sharding.y
+    if wgrad is not None and dgrad.in_blocks and layer.w_dtype:
         both = quantize_blocks_both_ways((dgrad.lhs, wgrad.rhs), g.array, g_spec, layer)
         return g if both is None else g._replace(quantized=both[0], transposed=both[1])
-    if dgrad is None or dgrad.lhs.scope != "row" or dgrad.outlier_threshold:
+    if layer.recipe.quantizes_gradient_once and layer.reads_last_axis and layer.w_dtype:
+        assert g.array is not None, "every gradient is known in high precision"
+        q, transposed = quantize_both_ways(dgrad.lhs, g.array, g_spec, layer)
+        return g._replace(quantized=q, transposed=transposed)
+    if dgrad.lhs.scope != "row":
         return g
     return g._replace(quantized=read(dgrad.lhs, g, layer.sharding.y, -1, layer).quantized)
 

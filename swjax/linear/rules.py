@@ -29,10 +29,10 @@ from swjax.linear.layer import (
     from_bytes,
     name_for_checkpoint,
     quantize_blocks_both_ways,
+    quantize_both_ways,
     quantize_gradient,
     quantize_in_blocks,
     quantize_sharded,
-    quantize_weight_both_ways,
     quantizes_rows,
     read,
     to_bytes,
@@ -152,7 +152,7 @@ def _quantized_weight(w: jax.Array | QTensor, layer: Layer) -> Operand:
         both = rhs and quantize_blocks_both_ways((rhs, fwd.rhs), w, layer.sharding.w, layer)
         return Operand(w, *both) if both else Operand(w)
     if layer.recipe.quantizes_weight_once and layer.reads_last_axis:
-        known = Operand(None, *quantize_weight_both_ways(w, fwd.rhs, layer))
+        known = Operand(None, *quantize_both_ways(fwd.rhs, w, layer.sharding.w, layer))
     else:
         known = read(fwd.rhs, Operand(w), layer.sharding.w, 0, layer)
     q, transposed = (form and name_for_checkpoint(form, "swjax_w") for form in known[1:3])
