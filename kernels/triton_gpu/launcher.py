@@ -12,7 +12,7 @@ def call(*arrays: jax.Array, **options: Any) -> Any:
     """Calls `jax_triton.triton_call` with floating-point fusion off.
 
     Args:
-      *arrays: the inputs of the kernel.
+      *arrays: the inputs of the kernel; those that it overwrites are refs.
       **options: kernel, out_type, grid, num_warps, num_stages, and the kernel's constants. `registers` limits
         the registers per thread, so that more programs fit on a multiprocessor.
 
