@@ -213,11 +213,11 @@ def gated_backward(
     rows = jax.ShapeDtypeStruct(shape, gate.dtype)
     quantized = chunks.quantized_outputs(gate, quantize_to)
     gradient = gradient.astype(gate.dtype)
-    h = jax.new_ref(gradient) if recompute else None  # in the memory of the gradient
+    h_ref = jax.new_ref(gradient) if recompute else None  # in the memory of the gradient
     dgate, dup, dgate_values, dgate_scale, dup_values, dup_scale = launcher.call(
         gate,
         up,
-        gradient if h is None else h,
+        gradient if h_ref is None else h_ref,
         kernel=_gated_backward_kernel,
         out_type=(rows, rows, *quantized, *quantized),
         grid=(chunks.program_count(gate, tile, persistent=persistent),),
@@ -233,7 +233,7 @@ def gated_backward(
         dup,
         chunks.qtensor(dgate_values, dgate_scale, quantize_to),
         chunks.qtensor(dup_values, dup_scale, quantize_to),
-        None if h is None else jax.freeze(h),
+        None if h_ref is None else jax.freeze(h_ref),
     )
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from swjax.kernels import tiles
 
 
-def call(*arrays: jax.Array, **options: Any) -> Any:
+def call(*arrays: jax.Array | jax.Ref, **options: Any) -> Any:
     """Calls `jax_triton.triton_call` with floating-point fusion off.
 
     Args:
