@@ -196,7 +196,7 @@ def ragged_block_weight_gradient(
 
 def _tables(blocks: GroupBlocks, block: int) -> tuple[jax.Array, ...]:
     """The tables of `BlockRefs`."""
-    order, first, count = largest_first(blocks.first_block, blocks.count)
+    order, first, count = largest_first(blocks.first_block, blocks.counts)
     last = jnp.maximum(first + count - 1, 0)
     # All blocks but the last one have `block` rows.
     last_steps = (blocks.end[last] - blocks.first[last] + LINE - 1) // LINE

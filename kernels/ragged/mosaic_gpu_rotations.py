@@ -76,7 +76,7 @@ def rotate_blocks(
     """
     n, programs = x.shape[1], multiprocessors or tiles.multiprocessors()
     tables = BlockTables(
-        jnp.sum(blocks.count, keepdims=True), blocks.first, blocks.start, blocks.end, blocks.to
+        jnp.sum(blocks.counts, keepdims=True), blocks.first, blocks.start, blocks.end, blocks.to
     )
 
     def ragged_rotation_kernel(x, matrix, *refs):

@@ -139,7 +139,7 @@ class GroupBlocks(NamedTuple):
       first, start, end: int32 [blocks], the first row of a block, and the first row and the row after the
         last one that are of the group.
       to: int32 [blocks], the place of row `first` among the padded rows, a multiple of `rotation`.
-      first_block, count: int32 [e], the first block of a group, and the number of its blocks.
+      first_block, counts: int32 [e], the first block of a group, and the number of its blocks.
     """
 
     group: jax.Array
@@ -148,7 +148,7 @@ class GroupBlocks(NamedTuple):
     end: jax.Array
     to: jax.Array
     first_block: jax.Array
-    count: jax.Array
+    counts: jax.Array
 
 
 def padded_length(m: int, groups: int, rotation: int) -> int:
@@ -175,7 +175,7 @@ def blocks_of_groups(
     >>> blocks = blocks_of_groups(jnp.array([5, 3]), 8, 4, 2, alignment=2)
     >>> [each[:4].tolist() for each in blocks[:5]]
     [[0, 0, 1, 2], [0, 4, 4, 8], [0, 4, 5, 8], [4, 5, 8, 8], [0, 4, 6, 0]]
-    >>> blocks.first_block.tolist(), blocks.count.tolist()
+    >>> blocks.first_block.tolist(), blocks.counts.tolist()
     ([0, 2], [2, 1])
     """
     _, group, first, start, end = aligned_tiles(group_sizes, m, block, alignment)

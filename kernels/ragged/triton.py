@@ -336,7 +336,7 @@ def ragged_block_weight_gradient(
     length = padded_length(m, groups, rotation)
     of_groups = blocks_of_groups(group_sizes, m, block, rotation)
     blocks = jnp.stack([of_groups.first, of_groups.start, of_groups.end, of_groups.to])
-    order = largest_first(of_groups.first_block, of_groups.count)
+    order = largest_first(of_groups.first_block, of_groups.counts)
     rotate = partial(rotate_blocks, blocks=blocks, length=length)
     a, a_scale = rotate(x, dtype=dtypes[0])
 
