@@ -134,6 +134,7 @@ def test_rotated_rows(monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*rows an expert")
 @pytest.mark.parametrize(
     "recipe", ["standard", "switchback", "switchback_q", "switchback_hadamard", "fp8_switchback"]
 )
