@@ -506,12 +506,13 @@ RECIPES: dict[str, Recipe] = {
 NAMES = (*RECIPES, auto.NAME)
 
 
-def get(recipe: str | Recipe, *shapes: tuple[int, ...]) -> Recipe:
+def get(recipe: str | Recipe, *shapes: tuple[int, ...], few_rows: str = "") -> Recipe:
     """Looks up a recipe by name; returns a Recipe unchanged.
 
     Args:
       recipe: a name in `RECIPES`; "auto", see `swjax.auto.choose`; or a Recipe.
       *shapes: (k, n) of the weights that will follow it, for "auto".
+      few_rows: see `swjax.auto.choose`.
 
     >>> get("switchback").wgrad is None
     True
@@ -523,7 +524,8 @@ def get(recipe: str | Recipe, *shapes: tuple[int, ...]) -> Recipe:
         return recipe
     if not isinstance(recipe, str) or recipe not in NAMES:  # a dict is not hashable
         raise ValueError(f"recipe must be one of {', '.join(NAMES)} or a Recipe, got {recipe!r}")
-    return RECIPES[auto.choose(*shapes) if recipe == auto.NAME else recipe]
+    chosen = auto.choose(*shapes, few_rows=few_rows) if recipe == auto.NAME else recipe
+    return RECIPES[chosen]
 
 
 def get_all(recipes: Mapping[str, str | Recipe]) -> dict[str, Recipe]:

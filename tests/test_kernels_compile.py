@@ -433,7 +433,16 @@ def test_mosaic_products_lower_for_hopper(dtypes, scales, out_dtype):
         assert "mosaic_gpu" in program
 
 
-@pytest.mark.parametrize("case", [release("16 bits"), "int8", release("16 bits, input gradient")])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "int8",
+        *(
+            release(case)
+            for case in ("16 bits", "16 bits, input gradient", "rotated weight gradient")
+        ),
+    ],
+)
 def test_mosaic_ragged_products_lower_for_hopper(case):
     operation, arrays, options = RAGGED[case]
     program = lowered(in_mosaic(operation), *arrays, out_dtype="bfloat16", **options)
