@@ -55,7 +55,8 @@ PLACES = (
     "hidden",
 )  # of planted outliers: after every RMSNorm, or in the products of SwiGLU
 DOWN = r"blocks/\d+/mlp/down"  # the layers that read the products of SwiGLU
-REMEDIES = ("down_16", "smooth")  # for outliers in them
+SMOOTH = {"smooth": 1.0, "half_smooth": 0.5}  # powers, see `smoothed`
+REMEDIES = ("down_16", *SMOOTH)  # for outliers in them
 TESTS = ("different", "equivalent", "not_worse")
 CHANNELS = 6  # with planted outliers
 CHUNK = 100  # steps per call of the compiled program
@@ -449,13 +450,16 @@ def convert(model: Any, arm: str) -> None:
     recipe, _, remedy = arm.partition("+")
     if recipe != "standard":
         quantize_model(model, ({DOWN: "standard"} if remedy else {}) | {LINEAR_LAYERS: recipe})
-    if remedy == "smooth":
+    if remedy in SMOOTH:
         for block in model.blocks:
-            block.mlp.down.dot_general = smoothed(dot_general(recipe))
+            block.mlp.down.dot_general = smoothed(dot_general(recipe), SMOOTH[remedy])
 
 
-def smoothed(product: Callable) -> Callable:
-    """A product whose x has channels of like magnitude: each is divided by a power of two, w multiplied.
+def smoothed(product: Callable, power: float) -> Callable:
+    """A product that divides large channels of x, and multiplies the rows of w by the same.
+
+    The divisor is a power of two near the largest magnitude of a channel over the median one, to a power: 1
+    is Smooth-SwiGLU, 1/2 divides the outliers between x and w, as SmoothQuant does.
 
     References:
       Fishman et al., "Scaling FP8 training to trillion-token LLMs", 2024, https://arxiv.org/abs/2409.12517
@@ -467,7 +471,8 @@ def smoothed(product: Callable) -> Callable:
         tokens = tuple(range(x.ndim - 1))
         largest = jnp.max(jnp.abs(jax.lax.stop_gradient(x)), axis=tokens, keepdims=True)
         largest = jnp.maximum(largest.astype(jnp.float32), 2.0**-60)
-        scale = jnp.exp2(jnp.round(jnp.log2(largest / jnp.median(largest)))).astype(x.dtype)
+        ratio = power * jnp.log2(largest / jnp.median(largest))
+        scale = jnp.exp2(jnp.round(ratio)).astype(x.dtype)
         return product(x / scale, w * scale.reshape(-1, 1).astype(w.dtype), *args, **kwargs)
 
     return run
