@@ -7,6 +7,7 @@ import triton.language as tl
 
 from swjax.kernels import tiles
 from swjax.kernels.formats import QTensor
+from swjax.kernels.gelu import reference
 from swjax.kernels.triton_gpu import chunks, launcher
 from swjax.kernels.triton_gpu.arithmetic import nan_maximum, reciprocal, round_to
 from swjax.kernels.triton_gpu.chunks import (
@@ -19,21 +20,23 @@ from swjax.kernels.triton_gpu.chunks import (
     zero_sums,
 )
 
+_TAIL: tl.constexpr = tl.constexpr(reference.TAIL)
+_TERMS: tl.constexpr = tl.constexpr(
+    len(reference.TAIL)
+)  # the interpreter has no len() of a constexpr
+
 
 @triton.jit
 def _normal_tail(x):
     """P(X > |x|) for a standard normal X, with relative error 1e-6, and exp(-x**2 / 2).
 
-    The tail is 0.5 erfcx(z) exp(-z**2) with z = |x| / sqrt(2). erfcx is a polynomial in t = 1 / (1 + 0.38 z),
-    a minimax fit. The cost is one reciprocal and one exponential, as in the tanh form.
+    The tail is 0.5 erfcx(z) exp(-z**2) with z = |x| / sqrt(2); see `reference.TAIL`. The cost is one
+    reciprocal and one exponential, as in the tanh form.
     """
     t = reciprocal(tl.fma(tl.abs(x), 0.38 * 0.7071067811865476, 1.0))
-    p = tl.fma(t, -0.06268340327314895, 0.16792059162792555)
-    p = tl.fma(t, p, -0.034805477355772395)
-    p = tl.fma(t, p, 0.12379693751587756)
-    p = tl.fma(t, p, 0.09034876746578992)
-    p = tl.fma(t, p, 0.10827743860128841)
-    p = tl.fma(t, p, 0.10714462882421476)
+    p = tl.fma(t, _TAIL[0], _TAIL[1])
+    for i in tl.static_range(2, _TERMS):
+        p = tl.fma(t, p, _TAIL[i])
     e = tl.exp2(x * x * -0.7213475204444817)
     return t * p * e, e
 

@@ -6,6 +6,7 @@ backward pass recomputes the output in the dtype of x, so it takes no memory bet
 output is computed in high precision, and saved unless the recipe sets `save_quantized`.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -40,12 +41,37 @@ class RowOperation(NamedTuple):
     settings: dict[str, Any]
 
 
-class _Operation:
-    """The forward pass of every prologue."""
+class _Operation(ABC):
+    """What every prologue has."""
 
+    whole_rows: ClassVar[bool]  # whether an element of the output depends on its whole row
+
+    @abstractmethod
     def operation(self, x: Any) -> RowOperation:
         """The operation on x [..., k], or on the pair of `Gated`."""
-        raise NotImplementedError
+
+    @abstractmethod
+    def backward(
+        self,
+        x: Any,
+        gradients: "Gradients",
+        residual_gradient: Any,
+        *,
+        quantize_to: str | None,
+        recompute: bool,
+        implementation: str | None,
+    ) -> PrologueGradients:
+        """Computes the gradients of the prologue.
+
+        Args:
+          x: [..., k], the prologue's input.
+          gradients: [..., k] each, whose sum is the gradient of the output; or its `Factors`.
+          residual_gradient: [..., k], which is added to the input gradient, or None.
+          quantize_to: dtype of the quantized input gradient, if the prologue supports it; None does not
+            quantize.
+          recompute: whether to return the output.
+          implementation: see `swjax.kernels.dispatch`.
+        """
 
     def forward(
         self, x: Any, *, quantize_to: str | None, implementation: str | None
@@ -93,7 +119,7 @@ class LayerNorm(_Operation):
     scale: jax.Array
     bias: jax.Array
     epsilon: float = field(default=1e-6, metadata={"static": True})
-    whole_rows: ClassVar[bool] = True  # each element depends on the whole row
+    whole_rows: ClassVar[bool] = True
 
     def operation(self, x: jax.Array) -> RowOperation:
         return RowOperation("layer_norm", (x, self.scale, self.bias), {"epsilon": self.epsilon})
@@ -108,17 +134,6 @@ class LayerNorm(_Operation):
         recompute: bool,
         implementation: str | None,
     ) -> PrologueGradients:
-        """Computes the gradients of the prologue.
-
-        Args:
-          x: [..., k], the prologue's input.
-          gradients: [..., k] each, whose sum is the gradient of the output; or its `Factors`.
-          residual_gradient: [..., k], which is added to the input gradient, or None.
-          quantize_to: dtype of the quantized input gradient, if the prologue supports it; None does not
-            quantize.
-          recompute: whether to return the output.
-          implementation: see `swjax.kernels.dispatch`.
-        """
         del quantize_to  # the residual gradient is added before a layer reads the sum
         dx, dscale, dbias, y = _run_backward(
             "layer_norm_backward",
@@ -174,7 +189,6 @@ class RMSNorm(_Operation):
         recompute: bool,
         implementation: str | None,
     ) -> PrologueGradients:
-        """See `LayerNorm.backward`."""
         del quantize_to
         dx, dscale, y = _run_backward(
             "rms_norm_backward",
@@ -220,7 +234,6 @@ class Gelu(_Operation):
         recompute: bool,
         implementation: str | None,
     ) -> PrologueGradients:
-        """See `LayerNorm.backward`."""
         dx, dx_quantized, token_sum, y = _run_backward(
             "gelu_backward",
             x,
@@ -261,8 +274,7 @@ class Gated(_Operation):
         recompute: bool,
         implementation: str | None,
     ) -> PrologueGradients:
-        """See `LayerNorm.backward`; no residual connection starts at gate or up."""
-        del residual_gradient
+        del residual_gradient  # no residual connection starts at gate or up
         dgate, dup, *quantized, h = _run_backward(
             "gated_backward",
             *x,
@@ -311,7 +323,7 @@ def apply_backward(
     quantize_to: str | None,
     recompute: bool,
 ) -> PrologueGradients:
-    """Computes the gradients of a prologue; see `LayerNorm.backward`."""
+    """Computes the gradients of a prologue; see `backward` of its class."""
     sharding, spec = layer.sharding, input_spec(prologue, layer)
     options: dict[str, Any] = {"quantize_to": quantize_to, "recompute": recompute}
     of_gradients: Any = (spec,) * len(gradients)
