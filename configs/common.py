@@ -147,7 +147,7 @@ KEYS: dict[str, tuple] = {
     "optimizer.layer_decay": (1.0, "(0, 1]",
         "learning rate of a block / that of the next one, in both towers; the embeddings have the lowest"),
     "optimizer.lora.rank": (0, "[0, 65536]",
-        "trains matrices of this rank beside kernels of the blocks, and the logits' scale and bias; all else "
+        "trains matrices of this rank for kernels of the blocks, and the logits' scale and bias; all else "
         "is frozen, kernels in 8 bits if the recipe allows; 0: off"),
     "optimizer.lora.alpha": (0.0, "[0, 1e6]", "the matrices change a kernel by alpha / rank a b; 0: rank"),
     "optimizer.lora.pattern": ("", None,

@@ -226,7 +226,7 @@ def quantized(
       rules: {regular expression: recipe}. An expression must match the whole path of a parameter, such as
         "layers/0/mlp/up_proj/kernel"; the first match is used, and "standard" keeps a product. Or "llm": all
         products but those of routers, gates of experts, norms, embeddings and heads, that is
-        ``{swjax.KEPT_IN_LLMS: "standard", ".*": "switchback"}``; there the `gate` of an MLP has an `up`.
+        ``{swjax.KEPT_IN_LLMS: "standard", ".*": "switchback"}``, but a `gate` next to an `up` is quantized.
       implementation: see `swjax.kernels.dispatch`; None chooses.
       sharded_like: a tree with the paths of the parameters: arrays, `jax.ShapeDtypeStruct`s with shardings,
         shardings or PartitionSpecs. On meshes with axes of type Auto, kernels need them, because inside

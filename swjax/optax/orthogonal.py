@@ -241,7 +241,7 @@ def _name_of_optimizer(
         return "adamw"
     if not is_guessed and jnp.ndim(x) - len(axes) != 2 and (axes or jnp.ndim(x) != 3):
         raise ValueError(
-            f"muon needs matrices [m, n] besides the block axes, got {path_name(path)!r} of shape "
+            f"muon needs two axes [m, n] and block axes, got {path_name(path)!r} of shape "
             f"{jnp.shape(x)} with block axes {tuple(axes)}: name the axes of its stack in `block_axes`, or "
             "set it to False in `matrices`"
         )
