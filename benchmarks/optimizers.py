@@ -10,7 +10,6 @@ random. Times are wall-clock times over consecutive calls, the median of REPEATS
 `torch.optim.Muon` is not timed: it has neither stacks nor a fused update.
 """
 
-import argparse
 import itertools
 import statistics
 import sys
@@ -136,7 +135,7 @@ def operations(shapes, segments) -> float:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Times updates; see the top of the file.")
+    parser = timing.parser(__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
     parser.add_argument("--symmetric", action="store_true", help="kernels of symmetric products")

@@ -12,13 +12,11 @@
 "encoder": gradients of all parameters of the image tower, no patch dropout, no optimizer. "step":
 `swjax.training.step` as the trainer runs it: both towers, loss, StableAdamW, patch dropout 0.5. Both have the
 trainer's compiler options. Data are random and on the device. Times are wall-clock times over consecutive
-calls, the median of REPEATS; kernel times come from CUPTI; memory is XLA's plan. Each case is written as soon
+calls, the median of three; kernel times come from CUPTI; memory is XLA's plan. Each case is written as soon
 as it is measured, and none starts after --seconds.
 """
 
-import argparse
 import json
-import statistics
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -48,7 +46,6 @@ RECIPES = ("standard", "switchback", "fp8_switchback")  # switchback_m is switch
 REMATS = ("none", "full")
 DEFAULT_OPTIMIZER = "stable_adamw"
 MODES = ("default", "reduce-overhead", "max-autotune")  # of torch.compile
-REPEATS = 3
 BATCHES = {"encoder": dict.fromkeys(MODELS, 128), "step": dict.fromkeys(MODELS, 256)}
 BATCHES["step"]["vit_b32"] = BATCHES["encoder"]["vit_b32"] = 1024
 COLUMNS = {"kind": -8, "model": -8, "implementation": -22, "remat": -5, "batch": 6, "ms": 8}
@@ -111,7 +108,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse(argv):
-    parser = argparse.ArgumentParser(description="Times training steps; see the top of the file.")
+    parser = timing.parser(__doc__)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--recipes", nargs="+", default=RECIPES)
@@ -164,12 +161,9 @@ def bench(records: timing.Records, case: Case, program: Program, smoke: bool):
     """Returns a row: speed, memory, and the time of each kind of kernel."""
     compiled = program.compiled
     run = program.start()
-    repeats = [timing.seconds_per_call(run, at_least=0.1 if smoke else 1.5) for _ in range(REPEATS)]
-    seconds = statistics.median(repeats)
-    row = case.row | memory_of(compiled)
+    row = case.row | memory_of(compiled) | timing.repeated(run, 0.1 if smoke else 1.5)
+    seconds = row["ms"] / 1e3
     row |= {
-        "ms": 1e3 * seconds,
-        "ms_of_repeats": [round(1e3 * each, 2) for each in repeats],
         "images_per_second": case.batch / seconds,
         "tflops": program.flops / seconds / 1e12,
     }
@@ -187,11 +181,8 @@ def bench(records: timing.Records, case: Case, program: Program, smoke: bool):
 
 
 def memory_of(compiled: jax.stages.Compiled) -> dict[str, float]:
-    memory = compiled.memory_analysis()
-    return {
-        "memory_gib": (memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 2**30,
-        "activations_gib": memory.temp_size_in_bytes / 2**30,
-    }
+    memory = timing.memory_gib(compiled)
+    return {"memory_gib": memory["memory_gib"], "activations_gib": memory["temporaries_gib"]}
 
 
 def same(row: dict) -> tuple:

@@ -387,9 +387,7 @@ def against_peers(records: timing.Records, row: dict) -> dict:
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     """Parses the command line; without any of the three parts, all of them run."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.kernels.bench", description="Times kernels and layers."
-    )
+    parser = timing.parser(__doc__)
     text = "operations, in every implementation; all kinds, or some"
     parser.add_argument("--ops", nargs="*", choices=CASES, metavar="KIND", help=text)
     parser.add_argument("--attention", action="store_true", help="of every tower, and cuDNN's")

@@ -44,7 +44,7 @@ def wanted(values: np.ndarray, name: str) -> np.ndarray:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Singular values; see the top of the file.")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", nargs=2, type=int, default=(192, 512))
     x = matrices(*parser.parse_args().shape)
     u, values, vt = np.linalg.svd(x, full_matrices=False)
