@@ -113,13 +113,11 @@ def gated(
             launcher.output(high_precision, shape, gate.dtype),
             *chunks.quantized_outputs(gate, quantize_to),
         ),
-        grid=(chunks.program_count(gate, tile, persistent=persistent),),
-        num_warps=tile.warps,
         ACTIVATION=activation,
         WRITE=high_precision,
         QUANTIZE=quantize_to is not None,
         **chunks.range_constants(quantize_to),
-        **chunks.row_constants(gate, tile, persistent=persistent),
+        **chunks.row_launch(gate, tile, persistent=persistent),
     )
     return h if high_precision else None, chunks.qtensor(values, scale, quantize_to)
 
@@ -221,13 +219,11 @@ def gated_backward(
             *quantized,
             launcher.output(recompute, shape, gate.dtype),
         ),
-        grid=(chunks.program_count(gate, tile, persistent=persistent),),
-        num_warps=tile.warps,
         ACTIVATION=activation,
         RECOMPUTE=recompute,
         QUANTIZE=quantize_to is not None,
         **chunks.range_constants(quantize_to),
-        **chunks.row_constants(gate, tile, persistent=persistent),
+        **chunks.row_launch(gate, tile, persistent=persistent),
     )
     return (
         dgate,

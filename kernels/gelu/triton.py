@@ -132,13 +132,11 @@ def gelu(
             launcher.output(high_precision, x.shape, x.dtype),
             *chunks.quantized_outputs(x, quantize_to),
         ),
-        grid=(chunks.program_count(x, tile, persistent=persistent),),
-        num_warps=tile.warps,
         TANH=approximate,
         WRITE=high_precision,
         QUANTIZE=quantize_to is not None,
         **chunks.range_constants(quantize_to),
-        **chunks.row_constants(x, tile, persistent=persistent),
+        **chunks.row_launch(x, tile, persistent=persistent),
     )
     return y if high_precision else None, chunks.qtensor(values, scale, quantize_to)
 
@@ -206,7 +204,7 @@ def gelu_backward(
 ) -> tuple[jax.Array, QTensor | None, jax.Array, jax.Array | None]:
     """`reference.gelu_backward`."""
     tile = tile or tiles.row_tile("gelu_backward", x.shape[-1])
-    programs = chunks.program_count(x, tile, persistent=True)
+    launch = chunks.row_launch(x, tile, persistent=True)
     rows = jax.ShapeDtypeStruct(x.shape, x.dtype)
     dx, values, scale, sums, y = launcher.call(
         x,
@@ -215,16 +213,14 @@ def gelu_backward(
         out_type=(
             rows,
             *chunks.quantized_outputs(x, quantize_to),
-            jax.ShapeDtypeStruct((programs, x.shape[-1]), jnp.float32),
+            jax.ShapeDtypeStruct((*launch["grid"], x.shape[-1]), jnp.float32),
             launcher.output(recompute, x.shape, x.dtype),
         ),
-        grid=(programs,),
-        num_warps=tile.warps,
         TANH=approximate,
         RECOMPUTE=recompute,
         QUANTIZE=quantize_to is not None,
         **chunks.range_constants(quantize_to),
-        **chunks.row_constants(x, tile, persistent=True),
+        **launch,
     )
     q = chunks.qtensor(values, scale, quantize_to)
     return dx, q, jnp.sum(sums, axis=0), y if recompute else None

@@ -33,6 +33,20 @@ class PrologueGradients(NamedTuple):
     recomputed: jax.Array | None
 
 
+class Backward(NamedTuple):
+    """What a prologue's backward pass computes in addition to the gradients.
+
+    Attributes:
+      quantize_to: dtype of the quantized input gradient, if the prologue supports it; None does not quantize.
+      recompute: whether to return the output.
+      implementation: see `swjax.kernels.dispatch`.
+    """
+
+    quantize_to: str | None
+    recompute: bool
+    implementation: str | None
+
+
 class RowOperation(NamedTuple):
     """The forward pass of a prologue: the arguments of `dispatch.run`; no name without a prologue."""
 
@@ -52,25 +66,15 @@ class _Operation(ABC):
 
     @abstractmethod
     def backward(
-        self,
-        x: Any,
-        gradients: "Gradients",
-        residual_gradient: Any,
-        *,
-        quantize_to: str | None,
-        recompute: bool,
-        implementation: str | None,
+        self, x: Any, gradients: "Gradients", residual_gradient: jax.Array | None, wanted: Backward
     ) -> PrologueGradients:
         """Computes the gradients of the prologue.
 
         Args:
-          x: [..., k], the prologue's input.
+          x: [..., k], the prologue's input; for `Gated` a pair.
           gradients: [..., k] each, whose sum is the gradient of the output; or its `Factors`.
           residual_gradient: [..., k], which is added to the input gradient, or None.
-          quantize_to: dtype of the quantized input gradient, if the prologue supports it; None does not
-            quantize.
-          recompute: whether to return the output.
-          implementation: see `swjax.kernels.dispatch`.
+          wanted: what to compute in addition.
         """
 
     def forward(
@@ -129,21 +133,18 @@ class LayerNorm(_Operation):
         x: jax.Array,
         gradients: Gradients,
         residual_gradient: jax.Array | None,
-        *,
-        quantize_to: str | None,
-        recompute: bool,
-        implementation: str | None,
+        wanted: Backward,
     ) -> PrologueGradients:
-        del quantize_to  # the residual gradient is added before a layer reads the sum
+        # Not quantized: the residual gradient is added before a layer reads the sum.
         dx, dscale, dbias, y = _run_backward(
             "layer_norm_backward",
             x,
             self.scale,
             gradients,
             residual_gradient,
-            self.bias if recompute else None,
+            self.bias if wanted.recompute else None,
             epsilon=self.epsilon,
-            implementation=implementation,
+            implementation=wanted.implementation,
         )
         parameters = LayerNorm(
             dscale.astype(self.scale.dtype), dbias.astype(self.bias.dtype), self.epsilon
@@ -184,12 +185,8 @@ class RMSNorm(_Operation):
         x: jax.Array,
         gradients: Gradients,
         residual_gradient: jax.Array | None,
-        *,
-        quantize_to: str | None,
-        recompute: bool,
-        implementation: str | None,
+        wanted: Backward,
     ) -> PrologueGradients:
-        del quantize_to
         dx, dscale, y = _run_backward(
             "rms_norm_backward",
             x,
@@ -198,8 +195,8 @@ class RMSNorm(_Operation):
             residual_gradient,
             epsilon=self.epsilon,
             offset=self.offset,
-            recompute=recompute,
-            implementation=implementation,
+            recompute=wanted.recompute,
+            implementation=wanted.implementation,
         )
         parameters = RMSNorm(dscale.astype(self.scale.dtype), self.epsilon, self.offset)
         return PrologueGradients((Operand(dx),), parameters, y)
@@ -229,19 +226,16 @@ class Gelu(_Operation):
         x: jax.Array,
         gradients: Gradients,
         residual_gradient: jax.Array | None,
-        *,
-        quantize_to: str | None,
-        recompute: bool,
-        implementation: str | None,
+        wanted: Backward,
     ) -> PrologueGradients:
         dx, dx_quantized, token_sum, y = _run_backward(
             "gelu_backward",
             x,
             _added(gradients),
             approximate=self.approximate,
-            quantize_to=None if residual_gradient is not None else quantize_to,
-            recompute=recompute,
-            implementation=implementation,
+            quantize_to=None if residual_gradient is not None else wanted.quantize_to,
+            recompute=wanted.recompute,
+            implementation=wanted.implementation,
         )
         gradient = Operand(dx, dx_quantized, token_sum=token_sum)
         if residual_gradient is not None:  # the other forms exclude the residual gradient
@@ -268,11 +262,8 @@ class Gated(_Operation):
         self,
         x: tuple[jax.Array, jax.Array],
         gradients: Gradients,
-        residual_gradient: None,
-        *,
-        quantize_to: str | None,
-        recompute: bool,
-        implementation: str | None,
+        residual_gradient: jax.Array | None,
+        wanted: Backward,
     ) -> PrologueGradients:
         del residual_gradient  # no residual connection starts at gate or up
         dgate, dup, *quantized, h = _run_backward(
@@ -280,9 +271,9 @@ class Gated(_Operation):
             *x,
             _added(gradients),
             activation=self.activation,
-            quantize_to=quantize_to,
-            recompute=recompute,
-            implementation=implementation,
+            quantize_to=wanted.quantize_to,
+            recompute=wanted.recompute,
+            implementation=wanted.implementation,
         )
         return PrologueGradients(tuple(map(Operand, (dgate, dup), quantized)), self, h)
 
@@ -325,7 +316,7 @@ def apply_backward(
 ) -> PrologueGradients:
     """Computes the gradients of a prologue; see `backward` of its class."""
     sharding, spec = layer.sharding, input_spec(prologue, layer)
-    options: dict[str, Any] = {"quantize_to": quantize_to, "recompute": recompute}
+    wanted = Backward(quantize_to, recompute, layer.implementation)
     of_gradients: Any = (spec,) * len(gradients)
     if isinstance(gradients, Factors):
         of_gradients = Factors(sharding.y, specs_of(gradients.w, sharding.w))  # type: ignore[arg-type]  # specs
@@ -333,9 +324,7 @@ def apply_backward(
     def step(prologue, x, gradients, residual_gradient):
         if isinstance(gradients, Factors):
             gradients = gradients._replace(w=sharding.gather(gradients.w, of_gradients.w))
-        of = prologue.backward(
-            x, gradients, residual_gradient, implementation=layer.implementation, **options
-        )
+        of = prologue.backward(x, gradients, residual_gradient, wanted)
         sums = [dx.token_sum for dx in of.inputs], of.prologue
         totals, parameters = sharding.sum(sums, *sharding.tokens)
         dxs = tuple(dx._replace(token_sum=total) for dx, total in zip(of.inputs, totals))
