@@ -103,8 +103,9 @@ def read_gradient(g: Operand, layer: Layer) -> Operand:
     that both products read, if one kernel writes them."""
     dgrad, wgrad = layer.recipe.dgrad, layer.recipe.wgrad
     if dgrad is not None and wgrad is not None and dgrad.in_blocks and layer.w_dtype:
-        g_spec = layer.sharding.y
-        both = quantize_blocks_both_ways((dgrad.lhs, wgrad.rhs), g.array, g_spec, layer)
+        assert g.array is not None, "every gradient is known in high precision"
+        quantizers, spec = (dgrad.lhs, wgrad.rhs), layer.sharding.y
+        both = quantize_blocks_both_ways(quantizers, g.array, spec, layer)
         return g if both is None else g._replace(quantized=both[0], transposed=both[1])
     if dgrad is None or dgrad.lhs.scope != "row" or dgrad.outlier_threshold:
         return g
