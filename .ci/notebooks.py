@@ -46,7 +46,7 @@ def execute(path: Path) -> tuple[str, dict[str, bytes]]:
     for number, cell in enumerate(json.loads(path.read_text())["cells"], 1):
         source = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
-            parts.append(source.replace(".ipynb)", ".md)"))
+            parts.append(source.replace(".ipynb)", ".md)").replace("](../../docs/", "](../"))
             continue
         text, drawn = run(source, names, f"{path.name}, cell {number}")
         parts.append(f"```python\n{source}\n```")

@@ -6,7 +6,7 @@
 A layer is 8,192 or 32,768 x 1280 -> 5120, an MLP LayerNorm, 1280 -> 5120, GELU, -> 1280 on 32,768 tokens;
 both forward and backward, in bf16 ("standard"), in int8 by XLA alone ("xla") and with our kernels
 ("pallas_tpu"). The time of an operation of the optimized HLO is the larger of its products at the chip's peak
-and the bytes in HBM that it reads and writes at the chip's bandwidth. Copies that run beside other operations
+and the bytes in HBM that it reads and writes at the chip's bandwidth. Copies that run during other operations
 count where these leave no bandwidth. Neither the vector units nor latencies count: for the kernels,
 `--kernels` records bundles (one instruction word per cycle) of a block of 128 rows.
 """

@@ -68,6 +68,7 @@ OPERATIONS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "gelu": {"gelu": ("triton", "pallas_tpu"), "gelu_backward": ("triton",)},
     "gated": {"gated": ("triton", "pallas_tpu"), "gated_backward": ("triton",)},
+    "cross_entropy": {"cross_entropy": ("triton",)},
     "attention": {
         "attention": ("mosaic_gpu", "triton"),
         "attention_backward": ("mosaic_gpu", "triton"),

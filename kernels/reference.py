@@ -15,6 +15,7 @@ from swjax.kernels.block_weight_gradients.reference import (
     block_weight_gradient,
     block_weight_gradient_group,
 )
+from swjax.kernels.cross_entropy.reference import cross_entropy
 from swjax.kernels.formats import (
     INVERSE,
     LARGEST,
@@ -41,7 +42,7 @@ from swjax.kernels.quantizers.reference import (
     quantize_and_sum,
     quantize_both,
     quantize_by,
-    quantize_static,
+    static_absmax,
 )
 from swjax.kernels.ragged.reference import (
     ragged_block_weight_gradient,
@@ -63,6 +64,7 @@ __all__ = [
     "block_matmul",
     "block_weight_gradient",
     "block_weight_gradient_group",
+    "cross_entropy",
     "dequantize",
     "divide",
     "dot",
@@ -83,7 +85,6 @@ __all__ = [
     "quantize_rotated",
     "quantize_segments",
     "quantize_squares",
-    "quantize_static",
     "ragged_block_weight_gradient",
     "ragged_matmul",
     "ragged_weight_gradient",
@@ -92,6 +93,7 @@ __all__ = [
     "rotate_features",
     "round_to_fp8",
     "scale_of",
+    "static_absmax",
     "symmetric_product",
     "weight_gradient",
     "weight_gradient_group",

@@ -31,7 +31,7 @@ def kept_kind(path: str) -> str:
 
 
 def kept_kind_among(path: str, paths: Collection[str]) -> str:
-    """`kept_kind`, but "" for a `gate` beside an `up`: it is an MLP's, not that of experts.
+    """`kept_kind`, but "" for a `gate` next to an `up`: it is an MLP's, not that of experts.
 
     >>> [kept_kind_among("mlp/gate", ["mlp/gate", other]) for other in ("mlp/up", "mlp/experts")]
     ['', 'gate']

@@ -133,7 +133,7 @@ def linears(
       layers: `Linear`s, or layers of Flax that `quantize_model` converted. Those that differ in recipe,
         dtypes, implementation or layout, and subclasses with code of their own, are computed one by one.
       inputs: [..., k].
-      prologue: a `swjax.LayerNorm` or `swjax.Gelu` to apply to the inputs first.
+      prologue: a `swjax.LayerNorm`, `swjax.RMSNorm` or `swjax.Gelu` to apply to the inputs first.
       residual: whether to return the inputs as well, see `swjax.switchback`.
 
     Returns:

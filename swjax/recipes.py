@@ -294,6 +294,18 @@ class Recipe:
         rhs = self.fwd.rhs
         return rhs == self.dgrad.rhs and rhs.has_one_scale and rhs.rotation == 1
 
+    @property
+    def quantizes_gradient_once(self) -> bool:
+        """Whether dgrad and wgrad read the same quantized gradient.
+
+        >>> [RECIPES[name].quantizes_gradient_once for name in ("fp8_tensorwise", "fp8_switchback")]
+        [True, False]
+        """
+        if self.dgrad is None or self.wgrad is None:
+            return False
+        lhs = self.dgrad.lhs
+        return lhs == self.wgrad.rhs and lhs.has_one_scale and lhs.rotation == 1
+
     def rotating(self, k: int, n: int) -> "Recipe":
         """The recipe with rotations of fwd that divide k features, and of dgrad that divide n features.
 
@@ -494,12 +506,13 @@ RECIPES: dict[str, Recipe] = {
 NAMES = (*RECIPES, auto.NAME)
 
 
-def get(recipe: str | Recipe, *shapes: tuple[int, ...]) -> Recipe:
+def get(recipe: str | Recipe, *shapes: tuple[int, ...], few_rows: str = "") -> Recipe:
     """Looks up a recipe by name; returns a Recipe unchanged.
 
     Args:
       recipe: a name in `RECIPES`; "auto", see `swjax.auto.choose`; or a Recipe.
       *shapes: (k, n) of the weights that will follow it, for "auto".
+      few_rows: see `swjax.auto.choose`.
 
     >>> get("switchback").wgrad is None
     True
@@ -511,7 +524,8 @@ def get(recipe: str | Recipe, *shapes: tuple[int, ...]) -> Recipe:
         return recipe
     if not isinstance(recipe, str) or recipe not in NAMES:  # a dict is not hashable
         raise ValueError(f"recipe must be one of {', '.join(NAMES)} or a Recipe, got {recipe!r}")
-    return RECIPES[auto.choose(*shapes) if recipe == auto.NAME else recipe]
+    chosen = auto.choose(*shapes, few_rows=few_rows) if recipe == auto.NAME else recipe
+    return RECIPES[chosen]
 
 
 def get_all(recipes: Mapping[str, str | Recipe]) -> dict[str, Recipe]:

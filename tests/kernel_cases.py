@@ -69,6 +69,17 @@ def row_arguments(operation, x):
     }.get(operation, (x,))
 
 
+def cross_entropy_arguments(shape, dtype="bfloat16"):
+    """Returns logits [..., v], labels and which tokens count."""
+    rng = np.random.default_rng(1)
+    logits = 4 * normal(shape, "float32")
+    return (
+        logits.astype(dtype),
+        rng.integers(0, shape[-1], shape[:-1]),
+        rng.random(shape[:-1]) < 0.8,
+    )
+
+
 def attention_arguments(operation, shape, dtype="bfloat16", causal=False):
     """Returns q, k and v [b, t, h, d]; for the backward pass also the results and the output's gradient."""
     q, k, v, gradient = (normal(shape, dtype, seed) for seed in range(4))

@@ -156,6 +156,15 @@ def _scores(q, k, causal):
     return np.where(np.tril(np.ones(scores.shape[-2:])), scores, -np.inf) if causal else scores
 
 
+def cross_entropy(logits, labels, where):
+    logits = wide(logits)
+    p = np.exp(logits - logits.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    own = labels[..., None] == np.arange(logits.shape[-1])
+    losses = -np.log(np.sum(p, -1, where=own)) * where
+    return losses, (p - own) * where[..., None]
+
+
 def column_sums(x):
     return wide(x).reshape(-1, x.shape[-1]).sum(0)
 

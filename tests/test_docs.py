@@ -75,11 +75,13 @@ def test_a_notebook_becomes_a_page(tmp_path):
     pytest.importorskip("mkdocs")  # only the site needs it
     notebooks = runpy.run_path(str(ROOT / ".ci" / "notebooks.py"))
     code = "import matplotlib.pyplot as plt\nprint('drawn')\nplt.plot([1, 2])\nlen('four')"
-    cells = [("markdown", "# Title\n\n[next](other.ipynb)"), ("code", code)]
+    text = "# Title\n\n[next](other.ipynb) [page](../../docs/data.md#tars)"
+    cells = [("markdown", text), ("code", code)]
     path = tmp_path / "small.ipynb"
     path.write_text(json.dumps({"cells": [{"cell_type": k, "source": [s]} for k, s in cells]}))
     page, figures = notebooks["execute"](path)
-    assert "[next](other.md)" in page and "```text\ndrawn\n4\n```" in page
+    assert "[next](other.md) [page](../data.md#tars)" in page
+    assert "```text\ndrawn\n4\n```" in page
     assert "(small_0.png)" in page and figures["small_0.png"].startswith(b"\x89PNG")
 
 

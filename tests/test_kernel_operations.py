@@ -4,6 +4,7 @@ On CPUs these are XLA and, at small sizes, the kernels in their interpreters.
 """
 
 import itertools
+from functools import partial
 
 import implementations
 import jax
@@ -25,6 +26,7 @@ from kernel_cases import (
     XLA_LAYERS,
     XLA_ROWS,
     blocks,
+    cross_entropy_arguments,
     normal,
     operands,
     row_arguments,
@@ -32,7 +34,7 @@ from kernel_cases import (
 from numeric import FLOOR_DB, FP8_SUM_DB, snr_db
 
 from swjax.kernels import tiles
-from swjax.kernels.reference import QTensor
+from swjax.kernels.reference import LARGEST, QTensor, static_absmax
 
 # Kernels convert inputs and outputs separately, so not every pair is tested.
 FORMATS = (
@@ -165,6 +167,31 @@ def test_blocks_have_the_same_bits(operation, implementation, shape, dtype):
             values = np.asarray(spoilt.values, np.float32)
             assert np.isnan(values[whole]).all()
             np.testing.assert_array_equal(values[~whole], np.asarray(q.values, np.float32)[~whole])
+
+
+@implementations.each("quantize_by", "quantize_both", **RAGGED)
+@pytest.mark.parametrize("target", TARGETS[1:])
+@pytest.mark.parametrize("scale", [1.0, 2.0**-5])
+def test_constant_scales_clip_and_keep_what_is_not_finite(
+    operation, implementation, shape, target, scale
+):
+    largest = LARGEST[target]
+    x = normal(shape) * np.float32(largest * scale / 2)
+    x[0, :6] = np.inf, -np.inf, np.nan, largest * scale, -2 * largest * scale, -0.0
+    x[1] *= 1e-6  # below the smallest normal value of e4m3
+    absmax = static_absmax(scale, target, ndim=2 if operation == "quantize_by" else 1)
+    assert np.sum(np.abs(x) > largest * scale) > 10
+    values = np.clip(x / np.float32(scale), -largest, largest)
+    values = np.where(np.isfinite(x), values, np.float32(np.nan)).astype(target)
+    options = {"dtype": target, "clip": True}
+    if operation == "quantize_both":
+        got = run(operation, x, absmax, implementation=implementation, **options)
+    else:
+        call = partial(run, operation, x, absmax, implementation=implementation, **options)
+        got = call(), call(transpose=True)
+    one = np.full((1, 1), scale, "float32")
+    for q, want in zip(got, (values, values.T), strict=True):
+        assert_same_bits(q, (want, one))
 
 
 @implementations.each("quantize", **same((3, 5, 48)))
@@ -427,7 +454,8 @@ def test_sum_of_products(operation, implementation, shape, dtypes, count, out_dt
     m, k, n = shape
     if "mosaic" in implementation:
         m = -(-m // 8) * 8
-    pairs = [operands((m, k, n), dtypes, seed=seed) for seed in range(count)]
+    ks = (k, k) if count == 2 else (k, 128, k)
+    pairs = [operands((m, k, n), dtypes, seed=seed) for seed, k in enumerate(ks)]
     # The largest scale is that of another product in each row.
     pairs = [(a._replace(scale=a.scale * 10.0**i), b) for i, (a, b) in enumerate(pairs)]
     a, b = zip(*pairs)
@@ -644,3 +672,36 @@ def test_gradients_that_norms_add_in_passing(operation, implementation, shape, c
     assert nothing is None
     for a, b in zip(got, (dx + residual, *sums), strict=True):
         assert snr_db(a, b) > FLOOR_DB["float16"]
+
+
+@implementations.each(
+    "cross_entropy",
+    compiled=[(77, 333), (3, 5, 17), (64, 128_256)],
+    interpreted=[(7, 333), (3, 2, 17), (2, 70_000)],
+    **IN_DTYPES,
+)
+def test_cross_entropy_and_its_gradient(operation, implementation, shape, dtype):
+    logits, labels, where = cross_entropy_arguments(shape, dtype)
+    call = partial(run, operation, implementation=implementation)
+    got = call(logits, labels, where)
+    assert got[1].dtype == dtype
+    want = oracle.cross_entropy(logits, labels, where)
+    for value, exact, kind in zip(got, want, ("float32", dtype)):
+        assert snr_db(value, exact) > FLOOR_DB[kind]
+    losses, none = call(logits, labels, where, gradient=False)
+    np.testing.assert_array_equal(losses, got[0])
+    assert none is None
+
+
+@implementations.each("cross_entropy", compiled=[(6, 40)], interpreted=[(6, 40)])
+def test_what_is_no_class_or_not_finite_stays_visible(operation, implementation, shape):
+    logits, labels, where = cross_entropy_arguments(shape, "float32")
+    where[:] = [1, 1, 1, 1, 0, 1]
+    labels[:2] = -1, 40
+    logits[2, 3], logits[3, 5], logits[4, 0] = np.nan, np.inf, np.nan
+    logits[5, :39] = -np.inf
+    labels[5] = 39
+    losses, gradient = run(operation, logits, labels, where, implementation=implementation)
+    np.testing.assert_array_equal(np.isfinite(losses), [0, 0, 0, 0, 1, 1])
+    np.testing.assert_array_equal(gradient[4:], 0)
+    assert np.isfinite(gradient[:2]).all() and losses[4] == losses[5] == 0

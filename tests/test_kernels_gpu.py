@@ -13,6 +13,7 @@ from kernel_cases import (
     ROW_OPERATIONS,
     attention_arguments,
     blocks,
+    cross_entropy_arguments,
     normal,
     operands,
     row_arguments,
@@ -62,6 +63,7 @@ def calls():
     cases["ragged_block_weight_gradient"] = ((x, (g, g), sizes), IN_BLOCKS)
     stack = normal((3, 1000, 576), "float16") / 24
     cases["symmetric_product"] = ((stack, stack, None, np.ones((3, 3), "float32")), {})
+    cases["cross_entropy"] = (cross_entropy_arguments((1000, 5000)), {})
     cases["attention"] = (attention_arguments("attention", (16, 257, 4, 80)), {})
     cases["attention_backward"] = (attention_arguments("attention_backward", (16, 257, 4, 80)), {})
     return cases

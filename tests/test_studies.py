@@ -1,5 +1,6 @@
 """The studies in benchmarks/studies: each runs in its shortest form, and resumes where it was interrupted."""
 
+import argparse
 import doctest
 import importlib
 import itertools
@@ -9,7 +10,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -234,15 +234,14 @@ def test_shared_steps_are_kept_in_a_file(study, tmp_path):
             done.append(hyper)
             return {"w": np.arange(3.0, dtype=np.float32)}, (np.int32(steps),)
 
-    args = SimpleNamespace(states=tmp_path)
-    path = paired.state_file(args, {"seed": 0, "arm": "standard"})
-    assert path == paired.state_file(args, {"seed": 0, "arm": "switchback"})
-    assert path != paired.state_file(args, {"seed": 1, "arm": "standard"})
+    path = paired.state_file(tmp_path, {"seed": 0, "arm": "standard"})
+    assert path == paired.state_file(tmp_path, {"seed": 0, "arm": "switchback"})
+    assert path != paired.state_file(tmp_path, {"seed": 1, "arm": "standard"})
     for trainer in (Trainer(), Trainer()):
         params, (count,) = engine.begin(trainer, 0, 50, path)
         np.testing.assert_array_equal(params["w"], np.arange(3.0))
         assert count == 50 and len(done) == 1
-    assert paired.state_file(SimpleNamespace(states=None), {"seed": 0}) is None
+    assert paired.state_file(None, {"seed": 0}) is None
 
 
 def test_parts_by_arm_are_merged(study, tmp_path, capsys):
@@ -316,6 +315,32 @@ def test_planted_outliers_leave_the_function_as_it_is(study):
     assert sorted(set(scale.tolist())) == [1, 30] and scale.tolist().count(30) == 6
     columns = np.max(model.blocks[0].mlp.up.kernel[...] / up, 0).round().tolist()
     assert columns.count(30) == 6 and columns.count(1) == len(columns) - 6
+
+
+def test_remedies_for_outliers_in_the_products_of_swiglu(study):
+    """`down` stays in 16 bits, or reads channels of like magnitude; the other layers follow the recipe."""
+    from flax import nnx
+
+    language = importlib.import_module("language")
+    from examples.language_model.model import Config, Llama
+    from swjax.nnx import product_of
+
+    for remedy in language.REMEDIES:
+        model = nnx.jit(lambda: Llama(Config(16, 32, 2, 1, 1), rngs=nnx.Rngs(0)))()
+        language.convert(model, f"switchback+{remedy}")
+        mlp = model.blocks[0].mlp
+        assert product_of(mlp.gate).recipe == product_of(mlp.up).recipe != product_of(mlp.down)
+    x = jnp.array([[1024.0, 1, 1, 0], [512, 1, 0.5, 0]])
+    seen = []
+    for power, divisor in ((1, 1024), (0.5, 32)):
+        product = language.smoothed(lambda x, w: seen.append((x, w)) or x @ w, power)
+        y = product(x, jnp.ones((4, 3)))
+        scaled, w = seen.pop()
+        assert scaled[0].tolist() == [1024 / divisor, 1, 1, 0]
+        assert w[:3, 0].tolist() == [divisor, 1, 1]
+        assert y.tolist() == (x @ jnp.ones((4, 3))).tolist()
+    with pytest.raises(argparse.ArgumentTypeError, match="an arm is one of"):
+        language.arm("switchback+cleaned")
 
 
 def test_a_corpus_has_no_copies_and_holds_out_packages(study, tmp_path):

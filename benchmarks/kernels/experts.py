@@ -71,6 +71,8 @@ IN_BF16 = ("standard", "xla batched", "tokamax", "xla ragged_dot")
 def step(function, x, ws, sizes, g):
     """Returns the output, and the gradients of x and of every weight."""
     y, backward = jax.vjp(lambda x, ws: function(x, ws, sizes), x, ws)
+    # As in training: without it XLA may compute y last, and keeps what y is computed from.
+    y, g = jax.lax.optimization_barrier((y, g))
     return y, *backward(g)
 
 
@@ -166,9 +168,7 @@ def compiled_programs(pool: ThreadPoolExecutor, args) -> dict[tuple, Callable]:
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.kernels.experts", description="Times mixtures of experts."
-    )
+    parser = timing.parser(__doc__)
     parser.add_argument("--models", nargs="+", default=list(shapes.EXPERTS), help="their shapes")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--routings", nargs="+", choices=ROUTINGS, default=list(ROUTINGS))

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import paired
 from flax import nnx
 from study import ROOT
 
@@ -174,18 +175,10 @@ def begin(trainer: "Trainer", hyper: Hyper, steps: int, path: Path | None = None
       trainer, hyper, steps: trainer, settings and number of the shared steps.
       path: a file for the result, so that other processes and machines continue from the same state.
     """
-    from swjax.data.preparation import lock
-
     if path is None:
         return trainer.begin(hyper, steps)
-    leaves, structure = jax.tree.flatten(jax.eval_shape(trainer.init, hyper))
-    with lock(path.with_suffix(".lock")):  # one process computes it
-        if not path.exists():
-            part = path.with_suffix(".part.npz")
-            np.savez(part, *jax.tree.leaves(trainer.begin(hyper, steps)))
-            part.rename(path)
-    with np.load(path) as arrays:
-        return structure.unflatten([arrays[f"arr_{i}"] for i in range(len(leaves))])
+    shapes = jax.eval_shape(trainer.init, hyper)
+    return paired.stored(path, shapes, lambda: trainer.begin(hyper, steps))
 
 
 def nudged(params, seed: int):

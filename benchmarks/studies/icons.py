@@ -115,7 +115,7 @@ def train(args: argparse.Namespace, key: dict) -> dict:
     hyper = engine.Hyper(seed=key["seed"], lr=key["rate"], b2=0.98).typed()
     began = time.perf_counter()
     first = make_trainer(files, key["size"], "standard", *settings) if args.shared else trainer
-    kept = paired.state_file(args, key) if args.shared else None
+    kept = paired.state_file(args.states, key) if args.shared else None
     params, state = engine.begin(first, hyper, args.shared, kept)
     start = paired.fingerprint(params)
     params = engine.nudged(params, key["seed"]) if is_control else params

@@ -93,7 +93,7 @@ def train(args: argparse.Namespace, key: dict) -> dict:
     start_trainer = icons.make_trainer(
         files, args.size, "standard", START["steps"], START["warmup"], batch, ()
     )
-    path = paired.state_file(args, shared)
+    path = paired.state_file(args.states, shared)
     params, _ = engine.begin(start_trainer, start_hyper, args.first, path)
     start = paired.fingerprint(params)
     # Another seed than that of the start, so that its batches do not come again.

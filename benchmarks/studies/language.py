@@ -47,13 +47,16 @@ ARMS = (
     "fp8_switchback",
     "fp8_tensorwise",
 )
-OPTIMIZERS = ("adamw", "stable_adamw", "muon")
+OPTIMIZERS = ("adamw", "stable_adamw", "muon", "muon_nonic")
 RATES = (3e-4, 8e-4, 2e-3, 5e-3, 1.2e-2)
 GAINS = (1.0, 30.0)
 PLACES = (
     "norm",
     "hidden",
 )  # of planted outliers: after every RMSNorm, or in the products of SwiGLU
+DOWN = r"blocks/\d+/mlp/down"  # the layers that read the products of SwiGLU
+SMOOTH = {"smooth": 1.0, "half_smooth": 0.5}  # powers, see `smoothed`
+REMEDIES = ("down_16", *SMOOTH)  # for outliers in them
 TESTS = ("different", "equivalent", "not_worse")
 CHANNELS = 6  # with planted outliers
 CHUNK = 100  # steps per call of the compiled program
@@ -99,8 +102,15 @@ def main(argv: list[str] | None = None) -> dict:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     flags = study.parser(__doc__)
+    paired.states_flag(flags)
     flags.add_argument("study", choices=STUDIES)
-    flags.add_argument("--arms", nargs="+", default=ARMS, choices=ARMS)
+    flags.add_argument(
+        "--arms",
+        nargs="+",
+        type=arm,
+        default=ARMS,
+        help=f"{', '.join(BASES)} or a recipe; after a + {' or '.join(REMEDIES)}",
+    )
     flags.add_argument("--seeds", nargs="+", type=int, default=list(range(8)))
     flags.add_argument("--steps", type=int, default=1500, help="before any fine-tuning")
     flags.add_argument("--tune", type=int, default=500, help="steps of fine-tuning: planted")
@@ -108,7 +118,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     flags.add_argument("--rates", nargs="+", type=float, default=RATES, help="of the study rates")
     flags.add_argument("--gains", nargs="+", type=float, default=GAINS, help="of the study planted")
     flags.add_argument("--places", nargs="+", default=PLACES, choices=PLACES, help="the same")
-    flags.add_argument("--optimizers", nargs="+", default=OPTIMIZERS, choices=OPTIMIZERS)
+    flags.add_argument("--optimizers", nargs="+", default=OPTIMIZERS[:3], choices=OPTIMIZERS)
     flags.add_argument(
         "--shape",
         nargs=5,
@@ -136,6 +146,23 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
+def arm(name: str) -> str:
+    """Checks the name of an arm.
+
+    >>> arm("switchback+smooth")
+    'switchback+smooth'
+    """
+    from swjax.recipes import RECIPES
+
+    recipe, plus, remedy = name.partition("+")
+    if recipe not in (*BASES, *RECIPES) or (plus and remedy not in REMEDIES):
+        raise argparse.ArgumentTypeError(
+            f"an arm is one of {', '.join((*BASES, *RECIPES))}, or a recipe with + and one of "
+            f"{', '.join(REMEDIES)}, got {name!r}"
+        )
+    return name
+
+
 def runs(args: argparse.Namespace) -> Iterable[study.Run]:
     """All arms of a seed precede the next seed, so that an interrupted study has whole pairs.
 
@@ -150,7 +177,7 @@ def runs(args: argparse.Namespace) -> Iterable[study.Run]:
         arms = [*args.arms[half:], *args.arms[:half]]
         for own in STUDIES[args.study](args, arms):
             key = {"study": args.study, **own, "seed": seed, **same}
-            yield key, lambda key=key: measure(Lab.of(settings, args.corpus), key)
+            yield key, lambda key=key: measure(Lab.of(settings, args.corpus, args.states), key)
 
 
 def main_runs(args: argparse.Namespace, arms: list[str]) -> Iterable[dict]:
@@ -229,17 +256,19 @@ class Lab:
 
     @staticmethod
     @functools.cache
-    def of(settings: Settings, corpus: Path) -> "Lab":
-        return Lab(settings, python_text.load(corpus))
+    def of(settings: Settings, corpus: Path, states: Path | None) -> "Lab":
+        return Lab(settings, python_text.load(corpus), states)
 
-    def __init__(self, settings: Settings, corpus: python_text.Corpus) -> None:
+    def __init__(
+        self, settings: Settings, corpus: python_text.Corpus, states: Path | None = None
+    ) -> None:
         import jax
         import jax.numpy as jnp
         from flax import nnx
 
         from examples.language_model.model import Config, Llama
 
-        self.settings = settings
+        self.settings, self.states = settings, states
         self.data, self.val = jnp.asarray(corpus.train), jnp.asarray(corpus.val)
         self.checksums = {name: corpus.manifest[name]["sha256"][:12] for name in ("train", "val")}
         config = Config(*settings.shape, dtype=settings.dtype)
@@ -266,11 +295,19 @@ class Lab:
         return params
 
     def _trained(self, hyper: Hyper) -> dict:
-        """The parameters of a run in bf16, on the host."""
+        """The parameters of a run in bf16, on the host; see --states."""
         import jax
 
-        params, _ = self.program("bf16", "adamw").train(self.start(hyper.seed, "bf16"), hyper)
-        return jax.device_get(params)
+        def compute():
+            params, _ = self.program("bf16", "adamw").train(self.start(hyper.seed, "bf16"), hyper)
+            return jax.device_get(params)
+
+        path = paired.state_file(
+            self.states, {**hyper._asdict(), **self.settings._asdict(), **self.checksums}
+        )
+        if path is None:
+            return compute()
+        return paired.stored(path, jax.eval_shape(self.init, hyper.seed), compute)
 
 
 class Program:
@@ -280,13 +317,9 @@ class Program:
         import jax
         from flax import nnx
 
-        from examples.language_model.model import LINEAR_LAYERS
-        from swjax.nnx import quantize_model
-
         self.lab, self.optimizer = lab, OPTIMIZER[optimizer]
         model = nnx.eval_shape(lambda: lab.new_model(jax.random.key(0)))
-        if recipe != "standard":
-            quantize_model(model, {LINEAR_LAYERS: recipe})
+        convert(model, recipe)
         self.graphdef = nnx.graphdef(model)
         self.begin = jax.jit(lambda params, hyper: self.optimizer(hyper).init(params))
         self.chunk = jax.jit(self._chunk, donate_argnums=0)
@@ -368,14 +401,27 @@ class Program:
         )
 
     def _outliers(self, params: dict, data: Any) -> dict:
-        """The largest over the median RMS of the channels that each layer reads, [layers] each."""
+        """Statistics of the activations, [layers] each.
+
+        For what each layer reads, the largest over the median RMS of its channels. Of the products of SwiGLU
+        also the largest magnitude, and the cosine between gate and up of the channel with the largest RMS.
+        """
         import jax
         import jax.numpy as jnp
         from flax import nnx
 
+        def rms(x, axis):
+            return jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32)), axis=axis))
+
         def ratio(x):
-            rms = jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32)), axis=(0, 1)))
-            return jnp.max(rms) / jnp.median(rms)
+            return jnp.max(rms(x, (0, 1))) / jnp.median(rms(x, (0, 1)))
+
+        def cosine(mlp, hidden):
+            gate, up = (
+                layer.kernel[...][:, jnp.argmax(rms(hidden, (0, 1)))]
+                for layer in (mlp.gate, mlp.up)
+            )
+            return jnp.mean(gate * up) / (rms(gate, 0) * rms(up, 0))
 
         model, found = nnx.merge(self.graphdef, params), []
         tokens = cut(data, np.zeros(1, np.int32), self.lab.settings.batch[1])[:, :-1]
@@ -386,9 +432,50 @@ class Program:
             second = block.mlp_norm(middle)
             hidden = jax.nn.silu(block.mlp.gate(second)) * block.mlp.up(second)
             read = {"residual": x, "attention": first, "mlp": second, "hidden": hidden}
-            found.append({name: ratio(value) for name, value in read.items()})
+            largest = jnp.max(jnp.abs(hidden)).astype(jnp.float32)
+            found.append(
+                {name: ratio(value) for name, value in read.items()}
+                | {"largest": largest, "cosine": cosine(block.mlp, hidden)}
+            )
             x = middle + block.mlp.down(hidden)
         return jax.tree.map(lambda *each: jnp.stack(each), *found)
+
+
+def convert(model: Any, arm: str) -> None:
+    """Converts the blocks to an arm's recipe; `down` stays in 16 bits or is `smoothed` for a remedy."""
+    from examples.language_model.model import LINEAR_LAYERS
+    from swjax import dot_general
+    from swjax.nnx import quantize_model
+
+    recipe, _, remedy = arm.partition("+")
+    if recipe != "standard":
+        quantize_model(model, ({DOWN: "standard"} if remedy else {}) | {LINEAR_LAYERS: recipe})
+    if remedy in SMOOTH:
+        for block in model.blocks:
+            block.mlp.down.dot_general = smoothed(dot_general(recipe), SMOOTH[remedy])
+
+
+def smoothed(product: Callable, power: float) -> Callable:
+    """A product that divides large channels of x, and multiplies the rows of w by the same.
+
+    The divisor is a power of two near the largest magnitude of a channel over the median one, to a power: 1
+    is Smooth-SwiGLU, 1/2 divides the outliers between x and w, as SmoothQuant does.
+
+    References:
+      Fishman et al., "Scaling FP8 training to trillion-token LLMs", 2024, https://arxiv.org/abs/2409.12517
+    """
+    import jax
+    import jax.numpy as jnp
+
+    def run(x, w, *args, **kwargs):
+        tokens = tuple(range(x.ndim - 1))
+        largest = jnp.max(jnp.abs(jax.lax.stop_gradient(x)), axis=tokens, keepdims=True)
+        largest = jnp.maximum(largest.astype(jnp.float32), 2.0**-60)
+        ratio = power * jnp.log2(largest / jnp.median(largest))
+        scale = jnp.exp2(jnp.round(ratio)).astype(x.dtype)
+        return product(x / scale, w * scale.reshape(-1, 1).astype(w.dtype), *args, **kwargs)
+
+    return run
 
 
 def cut(data: Any, first: Any, length: int) -> Any:
@@ -436,7 +523,7 @@ def stable(hyper: Hyper) -> Any:
     return optax.chain(optax.clip_by_global_norm(1.0), tail)
 
 
-def muon(hyper: Hyper) -> Any:
+def muon(hyper: Hyper, coefficients: str = "quintic") -> Any:
     import optax
 
     import swjax.optax
@@ -447,12 +534,14 @@ def muon(hyper: Hyper) -> Any:
         b2=0.95,
         weight_decay=0.1,
         mask=is_matrix,
-        dtype="bfloat16",
+        dtype="float16",
+        coefficients=coefficients,
     )
     return optax.chain(optax.clip_by_global_norm(1.0), tail)
 
 
-OPTIMIZER = dict(zip(OPTIMIZERS, (adamw, stable, muon), strict=True))
+muon_nonic = functools.partial(muon, coefficients="nonic")
+OPTIMIZER = dict(zip(OPTIMIZERS, (adamw, stable, muon, muon_nonic), strict=True))
 
 
 # --- results ------------------------------------------------------------------------------------------

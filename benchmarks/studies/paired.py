@@ -18,7 +18,7 @@ import json
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import study
@@ -51,12 +51,34 @@ def states_flag(flags: argparse.ArgumentParser) -> None:
     )
 
 
-def state_file(args: argparse.Namespace, key: dict) -> Path | None:
+def state_file(folder: Path | None, key: dict) -> Path | None:
     """The file in --states for the state after the shared steps of a run; all arms share it."""
-    if not args.states:
+    if not folder:
         return None
     settings = json.dumps({name: value for name, value in key.items() if name != "arm"})
-    return args.states / f"{hashlib.sha256(settings.encode()).hexdigest()[:12]}.npz"
+    return folder / f"{hashlib.sha256(settings.encode()).hexdigest()[:12]}.npz"
+
+
+def stored(path: Path, shapes: Any, compute: Callable[[], Any]) -> Any:
+    """A tree of arrays on the host from a file, which the first process computes and writes.
+
+    Args:
+      path: the file, .npz.
+      shapes: a tree of the same structure.
+      compute: () -> the tree.
+    """
+    import jax
+
+    from swjax.data.preparation import lock
+
+    leaves, structure = jax.tree.flatten(shapes)
+    with lock(path.with_suffix(".lock")):
+        if not path.exists():
+            part = path.with_suffix(".part.npz")
+            np.savez(part, *jax.tree.leaves(compute()))
+            part.rename(path)
+    with np.load(path) as arrays:
+        return structure.unflatten([arrays[f"arr_{i}"] for i in range(len(leaves))])
 
 
 def fingerprint(params) -> str:

@@ -248,7 +248,7 @@ def _of_run(workdir: Path, options: dict) -> tuple[clip.CLIP, tuple[str, ...]]:
             f"{workdir}/config.json is damaged: {reason:.200}: restore it from a copy"
         ) from error
     cfg = clip.config(described, **options)
-    # The kernels beside LoRA are quantized for the recipe of the run.
+    # The kernels of layers with LoRA are quantized for the recipe of the run.
     merges = described.lora is not None and cfg.recipe != described.recipe
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     with closing(Checkpoints.of("workdir", str(workdir))) as checkpoints:

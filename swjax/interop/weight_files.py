@@ -107,7 +107,7 @@ class _Shards(AbstractContextManager):
         if missing:
             more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
             raise FileNotFoundError(
-                f"{index} names {missing[0]}, which is not beside it{more}: download all its files"
+                f"{index} names {missing[0]}, which is not in its folder{more}: download all its files"
             )
         with ExitStack() as stack:
             self._open = {

@@ -483,8 +483,9 @@ def quantize_weight(
         )
     quantizer = weight_quantizer(recipes.get(recipe).rotating(*w.shape))
     if quantizer.is_static:
-        scale = quantizer.static_scale(w.shape)
-        return reference.quantize_static(w, scale, quantizer.dtype).T
+        absmax = reference.static_absmax(quantizer.static_scale(w.shape), quantizer.dtype, 2)
+        options = {"dtype": quantizer.dtype, "transpose": True, "clip": True}
+        return dispatch.run("quantize_by", w, absmax, implementation=implementation, **options)
     axes = (0, 1) if quantizer.scope == "tensor" else (0,)
     return dispatch.run(
         "quantize",

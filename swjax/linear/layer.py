@@ -102,7 +102,7 @@ class Operand(NamedTuple):
 
 
 def as_array(operand: Operand, dtype: str) -> jax.Array:
-    """The matrix itself, or its dequantized form."""
+    """The matrix itself, or its dequantized form; also of a stack of matrices."""
     if operand.array is not None:
         return operand.array.astype(dtype)
     if operand.quantized is not None:
@@ -195,13 +195,13 @@ def quantize_sharded(
     options: dict[str, Any] = {"dtype": quantizer.dtype, "transpose": transpose}
     options["implementation"] = layer.implementation
     rotation, whole = quantizer.rotation, not sharding.sharded_axes(*shared)
-    constant = quantizer.static_scale(x.shape) if quantizer.is_static else None
+    static_scale = quantizer.static_scale(x.shape) if quantizer.is_static else None
 
     def step(x):
         x = as_rows(x) if axis == 0 else x
-        if constant is not None:
-            q = reference.quantize_static(x, constant, quantizer.dtype)
-            return q.T if transpose else q
+        if static_scale is not None:
+            absmax = reference.static_absmax(static_scale, quantizer.dtype, x.ndim)
+            return dispatch.run("quantize_by", x, absmax, clip=True, **options)
         if rotation > 1 and quantizer.scope == "row" and whole:
             rotated: dict[str, Any] = {"rotation": rotation, "dtype": quantizer.dtype}
             rotated["implementation"] = layer.implementation
@@ -332,32 +332,36 @@ def rotated_tokens(x: jax.Array, rotation: int) -> jax.Array:
     return reference.rotate_features(x, rotation, 0)
 
 
-def quantize_weight_both_ways(
-    w: jax.Array, quantizer: Quantizer, layer: Layer
+def quantize_both_ways(
+    quantizer: Quantizer, x: jax.Array, spec: Spec, layer: Layer
 ) -> tuple[QTensor, QTensor]:
-    """Quantizes w [k, n] with one scale; returns the quantized matrix and its quantized transpose."""
-    if quantizer.is_static:
-        quantize = partial(quantize_sharded, quantizer, w, layer.sharding.w, -1, layer)
-        return quantize(), quantize(transpose=True)
-    sharding, one = layer.sharding, Spec(((), ()))
+    """Quantizes x with one scale; returns x, and the transpose of the matrix of its rows, both quantized."""
+    sharding = layer.sharding
+    options: dict[str, Any] = {"dtype": quantizer.dtype, "implementation": layer.implementation}
+    options |= {"clip": True} if quantizer.is_static else {}
+    static_scale = quantizer.static_scale(x.shape) if quantizer.is_static else None
 
-    def step(w):
+    def maxima(x):
+        if static_scale is not None:
+            return reference.static_absmax(static_scale, quantizer.dtype, 1)
         # XLA needs one pass for the maxima of parts, and two passes for the maximum of the whole.
-        parts = math.gcd(w.size, 256)
-        absmax = reference.absolute_maximum(w.reshape(parts, -1), (1,)).reshape(parts)
-        if sharding.sharded_axes(*sharding.w):
-            absmax = sharding.maximum(reference.absolute_maximum(absmax, (0,)), *sharding.w)
-        return dispatch.run(
-            "quantize_both",
-            w,
-            absmax,
-            dtype=quantizer.dtype,
-            implementation=layer.implementation,
-        )
+        parts = math.gcd(x.size, 256)
+        absmax = reference.absolute_maximum(x.reshape(parts, -1), (1,)).reshape(parts)
+        if not sharding.sharded_axes(*spec):
+            return absmax
+        return sharding.maximum(reference.absolute_maximum(absmax, (0,)), *spec)
 
-    w_spec = sharding.w
-    specs = quantized_specs(w_spec, one), quantized_specs(as_matrix(w_spec, True), one)
-    q, transposed = sharding.map_shards(step, (w,), (w_spec,), specs)
+    def step(x):
+        absmax = maxima(x)
+        q, transposed = dispatch.run("quantize_both", as_rows(x), absmax, **options)
+        q = QTensor(q.values.reshape(x.shape), q.scale.reshape((1,) * x.ndim))
+        return q, transposed
+
+    specs = (
+        quantized_specs(spec, Spec(() for _ in spec)),
+        quantized_specs(as_matrix(spec, True), Spec(((), ()))),
+    )
+    q, transposed = sharding.map_shards(step, (x,), (spec,), specs)
     return _with_fixed_scale(q), _with_fixed_scale(transposed)
 
 

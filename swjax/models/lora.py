@@ -1,4 +1,4 @@
-"""LoRA: trains small matrices beside the kernels of the blocks, which are frozen, in 8 bits if possible."""
+"""LoRA: trains small matrices for the kernels of the blocks, which are frozen, in 8 bits if possible."""
 
 from functools import partial
 from typing import Any, TypeVar
@@ -20,7 +20,7 @@ Model = TypeVar("Model", bound=Any)  # a CLIP
 
 
 class LoRALinear(Linear):
-    """A `Linear` with a low-rank product beside its kernel: ``x w + bias + lora_scale (x a) b``.
+    """A `Linear` that adds a low-rank product: ``x w + bias + lora_scale (x a) b``.
 
     The backward pass recomputes what it reads from the input, which layers share, so nothing else is saved.
 

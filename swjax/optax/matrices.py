@@ -37,7 +37,7 @@ class MatrixAxes(NamedTuple):
 
     @classmethod
     def of_blocks(cls, blocks: tuple[int, ...], ndim: int) -> "MatrixAxes":
-        """The axes of matrices [m, n] beside the blocks; (): all axes but the last two are blocks."""
+        """The axes of matrices [m, n], without those of blocks; (): all axes but the last two are blocks."""
         blocks = blocks or tuple(range(ndim - 2))
         m, n = (axis for axis in range(ndim) if axis not in blocks)
         return cls(blocks, (m,), (n,))
