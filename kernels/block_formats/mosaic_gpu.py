@@ -197,7 +197,9 @@ def block_matmul(
         interpret=interpret,
     )(*_inputs(spec, a, b, bias))
     y = y.reshape(*a.values.shape[:-1], n)
-    return y if addend is None else (y.astype(jnp.float32) + addend).astype(out_dtype)
+    if addend is None:
+        return y
+    return (y.astype(jnp.float32) + addend.astype(jnp.float32)).astype(out_dtype)
 
 
 def _inputs(spec: BlockProductSpec, a: Blocks, b: Blocks, bias: jax.Array | None):
