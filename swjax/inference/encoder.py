@@ -347,9 +347,7 @@ def _recipe(value):
     if isinstance(value, list):
         return {pattern: _recipe(recipe) for pattern, recipe in value}
     products = {
-        name: Product(
-            **product | {side: Quantizer(**product[side]) for side in ("lhs", "rhs")},
-        )
+        name: Product(**product | {side: Quantizer(**product[side]) for side in ("lhs", "rhs")})
         for name, product in value.items()
         if isinstance(product, dict)
     }

@@ -38,9 +38,7 @@ OPEN_CLIP: dict[str, dict[str, str]] = {
         "metaclip_400m": _TIMM.format("base_patch32", 224, "metaclip_400m"),
         "metaclip_fullcc": _TIMM.format("base_patch32", 224, "metaclip_2pt5b"),
     },
-    "ViT-B-32-256": {
-        "datacomp_s34b_b86k": "laion/CLIP-ViT-B-32-256x256-DataComp-s34B-b86K",
-    },
+    "ViT-B-32-256": {"datacomp_s34b_b86k": "laion/CLIP-ViT-B-32-256x256-DataComp-s34B-b86K"},
     "ViT-B-16": {
         "openai": _TIMM.format("base_patch16", 224, "openai"),
         "laion400m_e31": _TIMM.format("base_patch16", 224, "laion400m_e31"),
