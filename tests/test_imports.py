@@ -27,7 +27,7 @@ LIBRARY = {
 }
 APPLICATION = {
     "models": {*LIBRARY},
-    "losses": {"linear", "swjax"},
+    "losses": {"kernels", "linear", "swjax"},
     "data": set(),
     "interop": {"data", "models", "serving"},
     "evaluators": {"data", "models"},
