@@ -197,13 +197,22 @@ def open_no_follow(path: str | Path, mode: str, **options: Any) -> IO[Any]:
         raise OSError(errno.ELOOP, reason, str(path)) from None
 
 
+def one_line(error: object) -> str:
+    """The text of an error on one line.
+
+    >>> one_line(ValueError("a,\n  b"))
+    'a, b'
+    """
+    return " ".join(str(error).split())
+
+
 def printable(text: str) -> str:
     """Returns one line that a terminal shows as it is: names of files may contain escape sequences.
 
     >>> printable("a\x1b[2J\tb")
     'a?[2J b'
     """
-    return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
+    return "".join(c if c.isprintable() else "?" for c in one_line(text))
 
 
 def mask_credentials(text: str) -> str:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from swjax.data import hub_cache
 from swjax.interop import weight_files
 from swjax.packages import MissingPackage, require
+from swjax.safe_files import one_line
 
 # {architecture: {tag: repository}}: open_clip's names of the models that swjax can load.
 _TIMM = "timm/vit_{}_clip_{}.{}"
@@ -220,7 +221,7 @@ def _downloaded(model: Model, address: str) -> Path:
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
         raise ValueError(_absent(model)) from error
     except OSError as error:  # of the network or the disk
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         raise ValueError(f"{_absent(model)} ({type(error).__name__}: {reason:.120})") from error
     raise ValueError(
         f"the model {model.repository} of the hub has no complete weights of open_clip or transformers, such "

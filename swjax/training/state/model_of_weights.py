@@ -121,10 +121,7 @@ def _model_of_weights(config: ConfigDict, workdir: Path) -> tuple[clip.CLIPConfi
         )
     path = workdir / "config.json"
     if path.exists():
-        text, remedy = path.read_text(errors="replace"), "restore it from a copy, or remove it"
-        begun = config_lib.read_json("config.json", text, remedy=remedy, checkpoint=dict)[
-            "checkpoint"
-        ]
+        begun = config_lib.saved_section(path, "checkpoint")
         if begun.get("init_from") == mask_credentials(c.init_from):
             address = str(workdir)
     if address != str(workdir) and not is_run(address):
