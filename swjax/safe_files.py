@@ -107,7 +107,7 @@ def parse_json(text: str | bytes) -> Any:
     except RecursionError:
         raise ValueError("its JSON nests too deeply") from None
     except ValueError as error:
-        raise ValueError(f"it is not JSON: {' '.join(str(error).split())}") from None
+        raise ValueError(f"it is not JSON: {one_line(error)}") from None
     if is_too_deep(found):
         raise ValueError("its JSON nests too deeply")
     return found
@@ -200,7 +200,7 @@ def open_no_follow(path: str | Path, mode: str, **options: Any) -> IO[Any]:
 def one_line(error: object) -> str:
     """The text of an error on one line.
 
-    >>> one_line(ValueError("a,\n  b"))
+    >>> one_line(ValueError("a,\\n  b"))
     'a, b'
     """
     return " ".join(str(error).split())

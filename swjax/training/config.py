@@ -406,7 +406,7 @@ def blame(key: str) -> Iterator[None]:
     except ConfigError:
         raise
     except (ValueError, ModuleNotFoundError) as error:
-        raise ConfigError(f"config.{key}: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"config.{key}: {one_line(error)}") from error
 
 
 def to_json(config: ConfigDict) -> str:

@@ -11,7 +11,7 @@ from swjax import interop
 from swjax.data import Fitting, files
 from swjax.data.tokenizer import VOCABULARY_SIZE
 from swjax.models import clip
-from swjax.safe_files import mask_credentials, write_atomically
+from swjax.safe_files import mask_credentials, one_line, write_atomically
 from swjax.training import config as config_lib
 from swjax.training import distributed
 from swjax.training.config import ConfigError
@@ -87,7 +87,7 @@ def keep_tokenizer(config: ConfigDict, workdir: Path) -> ConfigDict:
                 "a model of SentencePiece, such as the one next to SigLIP's weights"
             ) from error
         except (OSError, ValueError, ModuleNotFoundError) as error:
-            shown = mask_credentials(f"{given!r}: {' '.join(str(error).split())}")
+            shown = mask_credentials(f"{given!r}: {one_line(error)}")
             raise ConfigError(f"config.data.tokenizer={shown}") from error
         if own.exists() and own.read_bytes() == content:
             return
