@@ -100,10 +100,7 @@ def draw_all(metrics: Metrics, folder: Path) -> list[tuple[Chart, dict[str, byte
     """
     drawn = []
     for name, (title, draw) in CHARTS.items():
-        paths = {
-            "light": folder / f"{name}.png",
-            "dark": folder / f"{name}-dark.png",
-        }
+        paths = {"light": folder / f"{name}.png", "dark": folder / f"{name}-dark.png"}
         pictures: dict[str, bytes] = {}
         try:
             caption, pictures = pngs(draw, metrics)
