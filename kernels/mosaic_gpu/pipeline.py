@@ -396,7 +396,7 @@ def launch(
       cluster: number of blocks of a cluster.
       addend: whether an array is added to the tiles.
       edge: whether `store_rows` writes some of the tiles.
-      vectors: lengths of slots of float32, such as scales; each is a ring [stages, length] after the `Scratch`.
+      vectors: lengths of float32 slots, such as scales: a ring [stages, length] each, after the `Scratch`.
       piece: number of columns written at a time; None: they fill a line.
       interpret: parameters of Pallas's interpreter, or None.
     """
