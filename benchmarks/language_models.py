@@ -16,14 +16,13 @@ program, language_models_torch.py, with the same shapes. With --mesh, devices sh
 language_models_fsdp.py. The batch is that of each device, and `efficiency` is the time of one device in the
 same run over the time of several.
 
-Data are random and on the device. Times are wall-clock times over consecutive calls, the median of REPEATS.
+Data are random and on the device. Times are wall-clock times over consecutive calls, the median of three.
 Kernel times come from CUPTI, those of several devices from the profiler, a step. Memory is XLA's plan for a
 device, and "saved_gib" that of the arrays that blocks save for the backward pass. Each row is written as soon
 as it is measured, and none starts after --seconds. `ratio` is the speed-up over "flax" in the same run.
 """
 
 import contextlib
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -52,8 +51,9 @@ from benchmarks.language_models_shapes import (
     WEIGHT_DECAY,
     Shape,
     check_memory,
-    parse,
+    parser,
     selected,
+    with_kinds,
 )
 from benchmarks.scaling_case import exchanged
 from benchmarks.scaling_profile import profile
@@ -62,8 +62,12 @@ from swjax.models import sharding
 from swjax.optax import muon, stable_adamw
 from swjax.training.log.timing import peak_flops
 
-REPEATS = 3
 PROFILED = 3  # steps
+OPTIMIZERS = {
+    "adamw": optax.adamw,
+    "stable_adamw": stable_adamw,
+    "muon": partial(muon, dtype="float16"),
+}
 COLUMNS = {"kind": -6, "model": -12, "arm": -25, "devices": 7, "batch": 5, "ms": 8}
 COLUMNS |= {"ms_of_kernels": 13, "tokens_per_second": 17, "tflops": 7, "temporaries_gib": 15}
 COLUMNS |= {"ratio": 6, "efficiency": 10, "error": -1}
@@ -108,7 +112,11 @@ class Program(NamedTuple):
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parse(argv, ARMS)
+    flags = parser(__doc__, ARMS)
+    flags.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="of whole steps")
+    text = "programs that compile together, before the first is timed"
+    flags.add_argument("--at_once", type=int, default=1, help=text)
+    args = with_kinds(flags, argv)
     records = timing.Records(args.out, args.seconds)
     shared = args.remat, args.reduce_dtype, args.optimizer
     cases = [Case(*chosen, *shared) for chosen in selected(args)]
@@ -140,18 +148,18 @@ def measure(rows: list[dict], case: Case, program: Program) -> dict:
     """Returns a row: speed, memory, and the time of each kind of kernel."""
     compiled, run = program.compiled, program.start()
     at_least = 0.8 if case.model in MEASURED else 0
-    repeats = [timing.seconds_per_call(run, at_least) for _ in range(REPEATS)]
-    seconds, shape = statistics.median(repeats), case.shape
-    memory = compiled.memory_analysis()
-    row = case.row | {
-        "ms": 1e3 * seconds,
-        "ms_of_repeats": [round(1e3 * each, 2) for each in repeats],
-        "tokens_per_second": shape.tokens / seconds,
-        "tflops": shape.flops / case.devices / seconds / 1e12,
-        "memory_gib": (memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 2**30,
-        "temporaries_gib": memory.temp_size_in_bytes / 2**30,
-        "compile_seconds": round(program.seconds),
-    }
+    times, shape = timing.repeated(run, at_least), case.shape
+    seconds = times["ms"] / 1e3
+    row = (
+        case.row
+        | times
+        | {
+            "tokens_per_second": shape.tokens / seconds,
+            "tflops": shape.flops / case.devices / seconds / 1e12,
+            **timing.memory_gib(compiled),
+            "compile_seconds": round(program.seconds),
+        }
+    )
     if peak := peak_flops(jax.devices()[0]):
         row["mfu"] = shape.flops / case.devices / seconds / peak
     if case.kind == "blocks":
@@ -231,12 +239,7 @@ def blocks(case: Case) -> tuple[jax.stages.Compiled, Callable[[], Callable]]:
 def step(case: Case) -> tuple[jax.stages.Compiled, Callable[[], Callable]]:
     """Runs a whole training step; each call continues from the state of the one before."""
     shape, mesh = case.shape, fsdp.make_mesh(case.devices) if case.devices > 1 else None
-    make = {
-        "adamw": optax.adamw,
-        "stable_adamw": stable_adamw,
-        "muon": partial(muon, dtype="float16"),
-    }
-    optimizer = make[case.optimizer](LEARNING_RATE, b2=B2, weight_decay=WEIGHT_DECAY)
+    optimizer = OPTIMIZERS[case.optimizer](LEARNING_RATE, b2=B2, weight_decay=WEIGHT_DECAY)
 
     def model():
         blocks = ARMS[case.arm](shape, case.remat)

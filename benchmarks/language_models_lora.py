@@ -23,7 +23,7 @@ import swjax.serving
 from benchmarks.kernels import timing
 from benchmarks.language_models import compile_, kernel_times, split
 from benchmarks.language_models_flax import DTYPE, plain
-from benchmarks.language_models_shapes import SHAPES, Shape, parse
+from benchmarks.language_models_shapes import SHAPES, Shape, parser
 
 RANK = 16
 RECIPES = ("switchback", "switchback_q", "int8_hadamard")
@@ -33,7 +33,7 @@ COLUMNS |= {"temporaries_gib": 15, "ratio": 6, "error": -1}
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parse(argv, ARMS)
+    args = parser(__doc__, ARMS).parse_args(argv)
     records = timing.Records(args.out, args.seconds)
     for model in args.models:
         shape = SHAPES["blocks"][model]
@@ -87,14 +87,10 @@ def measure(arm: str, shape: Shape, remat: bool) -> dict:
     compiled = compile_(jax.grad(loss, argnums=(0, 1)), trained, x, frozen, g)
     compile_seconds = time.perf_counter() - began
     run = partial(compiled, jax.tree.map(filled, trained), x, jax.tree.map(filled, frozen), g)
-    repeats = [timing.seconds_per_call(run, 0.8 if shape.width > 64 else 0) for _ in range(3)]
-    memory = compiled.memory_analysis()
-    row = {
-        "ms": 1e3 * sorted(repeats)[1],
-        "ms_of_repeats": [round(1e3 * each, 2) for each in repeats],
-        "weights_gib": sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(frozen))
-        / 2**30,
-        "temporaries_gib": memory.temp_size_in_bytes / 2**30,
+    weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(frozen))
+    row = timing.repeated(run, 0.8 if shape.width > 64 else 0) | {
+        "weights_gib": weights / 2**30,
+        "temporaries_gib": timing.memory_gib(compiled)["temporaries_gib"],
         "compile_seconds": round(compile_seconds),
     }
     return row | kernel_times(run)

@@ -98,17 +98,26 @@ MEASURED = tuple(model for model in MODELS if not model.startswith("tiny"))
 CHUNK = 512  # positions of each sequence whose logits exist at a time
 EPSILON, ROPE_BASE = 1e-6, 5e5
 MESH = "devices that share a whole step; the batch is that of each. Several: each in turn"
-OPTIMIZERS = ("adamw", "stable_adamw", "muon")  # PyTorch's program has the first
 LEARNING_RATE, B2, WEIGHT_DECAY = 3e-4, 0.95, 0.1
 
 
-def parse(argv: list[str] | None, arms: Iterable[str]) -> argparse.Namespace:
-    """The flags of either program, which has these arms."""
-    parser = argparse.ArgumentParser(description="Times language models; see the top of the file.")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+def parser(doc: str, arms: Iterable[str]) -> argparse.ArgumentParser:
+    """The flags of every program, of which this one has these arms."""
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MEASURED)
     parser.add_argument("--arms", nargs="+", choices=arms, default=list(arms))
     parser.add_argument("--batch", type=int, help="sequences, in place of each shape's")
+    parser.add_argument("--remat", action="store_true", help="recompute each block's forward pass")
+    parser.add_argument("--seconds", type=float, default=540, help="no case starts after this")
+    parser.add_argument("--out", type=Path, help="JSON file, rewritten after every row")
+    return parser
+
+
+def with_kinds(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
+    """Adds the flags of programs that time blocks and whole steps, and parses all."""
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--layers", type=int, help="blocks, in place of each shape's")
     parser.add_argument(
         "--mesh", nargs="+", type=mesh_size, default=[1], metavar="fsdp=N", help=MESH
@@ -119,16 +128,6 @@ def parse(argv: list[str] | None, arms: Iterable[str]) -> argparse.Namespace:
         default="float32",
         help="dtype in which devices sum the gradients of matrices",
     )
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="of whole steps")
-    parser.add_argument("--remat", action="store_true", help="recompute each block's forward pass")
-    parser.add_argument(
-        "--at_once",
-        type=int,
-        default=1,
-        help="programs that compile together, before the first is timed",
-    )
-    parser.add_argument("--seconds", type=float, default=540, help="no case starts after this")
-    parser.add_argument("--out", type=Path, help="JSON file, rewritten after every row")
     args = parser.parse_args(argv)
     if max(args.mesh) > 1 and args.kinds != ["step"]:
         parser.error("several devices run whole steps only: add --kinds step")

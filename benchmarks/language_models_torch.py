@@ -47,8 +47,9 @@ from benchmarks.language_models_shapes import (  # noqa: E402
     WEIGHT_DECAY,
     Shape,
     check_memory,
-    parse,
+    parser,
     selected,
+    with_kinds,
 )
 
 REPEATS, CALLS = 3, 10
@@ -291,7 +292,7 @@ def random_tokens(shape: Shape) -> torch.Tensor:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parse(argv, ARMS)
+    args = with_kinds(parser(__doc__, ARMS), argv)
     result, deadline = machine() | {"rows": []}, time.time() + args.seconds
 
     def add(row: dict) -> None:

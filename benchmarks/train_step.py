@@ -12,13 +12,12 @@
 "encoder": gradients of all parameters of the image tower, no patch dropout, no optimizer. "step":
 `swjax.training.step` as the trainer runs it: both towers, loss, StableAdamW, patch dropout 0.5. Both have the
 trainer's compiler options. Data are random and on the device. Times are wall-clock times over consecutive
-calls, the median of REPEATS; kernel times come from CUPTI; memory is XLA's plan. Each case is written as soon
+calls, the median of three; kernel times come from CUPTI; memory is XLA's plan. Each case is written as soon
 as it is measured, and none starts after --seconds.
 """
 
-import argparse
+import itertools
 import json
-import statistics
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -47,8 +46,10 @@ MODELS = ("vit_h14", "vit_l14", "vit_b16", "vit_b32")
 RECIPES = ("standard", "switchback", "fp8_switchback")  # switchback_m is switchback in these models
 REMATS = ("none", "full")
 DEFAULT_OPTIMIZER = "stable_adamw"
+# {name: keys of config.optimizer}
+OPTIMIZERS = {name: {"name": name} for name in (DEFAULT_OPTIMIZER, "adamw", "muon")}
+OPTIMIZERS["muon_nonic"] = {"name": "muon", "coefficients": "nonic"}
 MODES = ("default", "reduce-overhead", "max-autotune")  # of torch.compile
-REPEATS = 3
 BATCHES = {"encoder": dict.fromkeys(MODELS, 128), "step": dict.fromkeys(MODELS, 256)}
 BATCHES["step"]["vit_b32"] = BATCHES["encoder"]["vit_b32"] = 1024
 COLUMNS = {"kind": -8, "model": -8, "implementation": -22, "remat": -5, "batch": 6, "ms": 8}
@@ -111,17 +112,18 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse(argv):
-    parser = argparse.ArgumentParser(description="Times training steps; see the top of the file.")
+    parser = timing.parser(__doc__)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--recipes", nargs="+", default=RECIPES)
     parser.add_argument("--remats", nargs="+", default=REMATS)
     parser.add_argument("--batch", type=int, help="in place of each model's")
     parser.add_argument(
-        "--optimizer",
-        choices=(DEFAULT_OPTIMIZER, "adamw", "muon"),
-        default=DEFAULT_OPTIMIZER,
-        help="config.optimizer.name of steps",
+        "--optimizers",
+        nargs="+",
+        choices=OPTIMIZERS,
+        default=[DEFAULT_OPTIMIZER],
+        help="of steps",
     )
     parser.add_argument("--lora", type=int, nargs="+", default=[0], help="ranks, of steps; 0: off")
     parser.add_argument("--memory", action="store_true", help="only XLA's plan: times nothing")
@@ -149,27 +151,28 @@ def cases(args):
     """Yields every combination, kind by kind; each model without and with recomputation."""
     if args.smoke:
         for kind in args.kinds:
-            yield Case(kind, "tiny", "switchback", "none", 4, args.optimizer)
+            yield Case(kind, "tiny", "switchback", "none", 4, args.optimizers[0])
         return
     for model in args.models:
         for kind in args.kinds:
             for remat in args.remats:
                 for recipe in args.recipes:
                     batch = args.batch or BATCHES[kind][model]
-                    for rank in args.lora if kind == "step" else [0]:
-                        yield Case(kind, model, recipe, remat, batch, args.optimizer, rank)
+                    case = Case(kind, model, recipe, remat, batch)
+                    if kind == "encoder":
+                        yield case
+                        continue
+                    for optimizer, rank in itertools.product(args.optimizers, args.lora):
+                        yield case._replace(optimizer=optimizer, lora=rank)
 
 
 def bench(records: timing.Records, case: Case, program: Program, smoke: bool):
     """Returns a row: speed, memory, and the time of each kind of kernel."""
     compiled = program.compiled
     run = program.start()
-    repeats = [timing.seconds_per_call(run, at_least=0.1 if smoke else 1.5) for _ in range(REPEATS)]
-    seconds = statistics.median(repeats)
-    row = case.row | memory_of(compiled)
+    row = case.row | memory_of(compiled) | timing.repeated(run, 0.1 if smoke else 1.5)
+    seconds = row["ms"] / 1e3
     row |= {
-        "ms": 1e3 * seconds,
-        "ms_of_repeats": [round(1e3 * each, 2) for each in repeats],
         "images_per_second": case.batch / seconds,
         "tflops": program.flops / seconds / 1e12,
     }
@@ -187,11 +190,8 @@ def bench(records: timing.Records, case: Case, program: Program, smoke: bool):
 
 
 def memory_of(compiled: jax.stages.Compiled) -> dict[str, float]:
-    memory = compiled.memory_analysis()
-    return {
-        "memory_gib": (memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 2**30,
-        "activations_gib": memory.temp_size_in_bytes / 2**30,
-    }
+    memory = timing.memory_gib(compiled)
+    return {"memory_gib": memory["memory_gib"], "activations_gib": memory["temporaries_gib"]}
 
 
 def same(row: dict) -> tuple:
@@ -246,7 +246,8 @@ def step(case: Case) -> Program:
     """Runs a whole training step; each call continues from the state of the one before."""
     config = common.get_config() if case.model == "tiny" else common.paper(case.model, case.recipe)
     config.model.recipe, config.model.remat = case.recipe, case.remat
-    config.optimizer.name, config.optimizer.lora.rank = case.optimizer, case.lora
+    config.optimizer.update(OPTIMIZERS[case.optimizer])
+    config.optimizer.lora.rank = case.lora
     config.train.batch_size = case.batch
     config.data.augment.drawings = False
     # XLA for CPUs merges recomputation with the forward pass, which keeps its arrays, except across a scan.

@@ -1,7 +1,7 @@
 """CLIP ViT-H/14 in int8 with SwitchBack: the recipe of arXiv 2304.13013.
 
 Command:  python train.py --config=configs/vith_int8.py --workdir=runs/vith_int8
-Hardware: estimated, not run at this size: 64 GPUs of 80 GB, 256 pairs each (54.1 GiB each on
+Hardware: estimated, not run at this size: 64 GPUs of 80 GB, 256 pairs each (52.4 GiB each on
           four H200), with sharded parameters. With fewer GPUs set --config.train.accumulation=N,
           which keeps the loss, or a smaller --config.train.batch_size.
 Data:     synthetic, for benchmarks; --config.data.name chooses another.

@@ -96,7 +96,9 @@ def test_none_of_no_chunk():
 @pytest.mark.release
 def test_chunks_that_are_kept_stay_as_they_are():
     chunks = chunks_of(Rows(80), count=1, held=1)
-    for number, chunk in enumerate(list(chunks)):
+    kept = list(chunks)
+    assert len(kept) == 40
+    for number, chunk in enumerate(kept):
         check(chunk, number)
 
 

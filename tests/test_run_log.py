@@ -232,7 +232,7 @@ def test_health_is_compiled_when_it_is_due(micro, monkeypatch, tmp_path, capsys)
     )
     assert said == ["1", "3"]
     assert lines[2]["perf/seconds"] > 2
-    assert all(line["perf/step_seconds"] < 1 for line in lines)
+    assert all(line["perf/step_seconds"] < 2 for line in lines)
 
 
 def test_wandb_missing_is_one_line(micro, tmp_path, monkeypatch):

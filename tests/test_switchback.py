@@ -57,10 +57,11 @@ def test_recipes_differ_from_each_other():
     """The transcriptions of any two recipes differ in at least one product."""
     x, w, _, g = arrays((96, 160), 72)
     x, w, g = (np.asarray(a) for a in (x, w, g))
+    expected = {name: getattr(oracle, name)(x, w, g) for name in NAMES}
     for name in NAMES:
         got = products(jnp.asarray(x), jnp.asarray(w), jnp.asarray(g), name)
         for other in set(NAMES) - {name}:
-            worst = min(snr_db(a, b) for a, b in zip(got, getattr(oracle, other)(x, w, g)))
+            worst = min(snr_db(a, b) for a, b in zip(got, expected[other]))
             assert worst < floor_db("float32", 160), (name, other)
 
 

@@ -168,9 +168,7 @@ def compiled_programs(pool: ThreadPoolExecutor, args) -> dict[tuple, Callable]:
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.kernels.experts", description="Times mixtures of experts."
-    )
+    parser = timing.parser(__doc__)
     parser.add_argument("--models", nargs="+", default=list(shapes.EXPERTS), help="their shapes")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--routings", nargs="+", choices=ROUTINGS, default=list(ROUTINGS))

@@ -1,5 +1,6 @@
 """Times compiled functions on this device, compares their results, and records both."""
 
+import argparse
 import datetime
 import itertools
 import json
@@ -123,6 +124,12 @@ def seconds_per_call(run: Callable, at_least: float) -> float:
             return elapsed / calls
 
 
+def repeated(run: Callable, at_least: float, times: int = 3) -> dict:
+    """Returns the median of some measurements of `seconds_per_call` in ms, and each of them."""
+    found = [1e3 * seconds_per_call(run, at_least) for _ in range(times)]
+    return {"ms": statistics.median(found), "ms_of_repeats": [round(ms, 2) for ms in found]}
+
+
 def top_kernels(launches, count: int = 25) -> dict[str, list]:
     """Returns {kernel: [milliseconds, launches]} of the slowest kernels."""
     sums: dict[str, list] = {}
@@ -157,6 +164,20 @@ def _closeness(value, specification):
 
     ratios = jax.tree.map(ratio, value, specification, is_leaf=lambda t: isinstance(t, QTensor))
     return jax.tree.leaves(ratios), jnp.all(jnp.stack(jax.tree.leaves(identical)))
+
+
+def memory_gib(compiled: jax.stages.Compiled) -> dict[str, float]:
+    """Returns XLA's plan for the memory of a device: of temporary arrays, and with the arguments."""
+    memory = compiled.memory_analysis()
+    sizes = (memory.temp_size_in_bytes, memory.argument_size_in_bytes)
+    return {"memory_gib": sum(sizes) / 2**30, "temporaries_gib": sizes[0] / 2**30}
+
+
+def parser(doc: str) -> argparse.ArgumentParser:
+    """Returns a parser whose --help begins with the docstring of the program."""
+    return argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
 
 
 def machine() -> dict:

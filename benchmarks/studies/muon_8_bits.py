@@ -73,7 +73,7 @@ def orthogonalized(x: np.ndarray, dtype: str, steps) -> np.ndarray:
 
 
 def main() -> int:
-    argparse.ArgumentParser(description="Prints bands of singular values.").parse_args()
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     for shape in ((256, 256), (256, 1024)):
         spectra = matrices(*shape)
         print(f"\n{shape[0]} x {shape[1]}".ljust(30) + "".join(f"{name:>21}" for name in spectra))

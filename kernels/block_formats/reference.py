@@ -7,7 +7,7 @@ computes what matrix units for these formats do. The product of e4m3 and a float
 float32.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from swjax.kernels.formats import (
     spacing_of,
     to_float32,
 )
+from swjax.kernels.products.reference import matmul
 
 SCALES = ("float32", "float8_e8m0fnu", "float8_e4m3fn")
 # The largest magnitude of each element format, and its binary exponent.
@@ -160,16 +161,19 @@ def quantize_blocks(
 
 
 def random_bits(x: jax.Array, shape: tuple[int, ...], stream: int = 0) -> jax.Array:
-    """Random bits for stochastic rounding, which x itself seeds: uint32 of a shape.
+    """Random bits for stochastic rounding, seeded by x, so that a layer needs no key.
 
-    The sum of the hashes of all elements is the seed of a counter-based generator. A layer so needs no key: a
-    step that is repeated, resumed or recomputed rounds alike, on every device that holds the same x, and two
-    different x have unrelated bits. x that is repeated exactly is rounded alike.
+    The seed of a counter-based generator is the sum of the hashes of all elements of x. Equal x give equal
+    bits, so a repeated, resumed or recomputed step rounds alike, on every device that holds x. Different x
+    give unrelated bits.
 
     Args:
-      x: [...] float16, bfloat16 or float32, one that is the same on every platform.
-      shape: of the bits.
-      stream: a number for each use of the same x.
+      x: [...] float16, bfloat16 or float32, equal on every platform.
+      shape: the shape of the result.
+      stream: a different number for each use of the same x.
+
+    Returns:
+      uint32 with the given shape.
 
     >>> random_bits(jnp.ones(3), (2,)).dtype
     dtype('uint32')
@@ -279,17 +283,63 @@ def for_matrix_units(
 
 
 def _pairs_of_last_axis(x: jax.Array) -> jax.Array:
-    """x, in which neighbours of the last axis share a byte if they have 4 bits, as matrix units read them.
+    """Packs 4-bit neighbours along the last axis into bytes, as matrix units read them; returns x itself.
 
-    Otherwise XLA for GPUs leaves out transposes, and multiplies in 16 bits.
+    Without this, XLA for GPUs drops the transposes and multiplies in 16 bits. XLA for CPUs has no such
+    bitcast.
     """
-    if (
-        x.dtype != jnp.float4_e2m1fn or targets.platform() == "cpu"
-    ):  # XLA for CPUs has no such bitcast
+    if x.dtype != jnp.float4_e2m1fn or targets.platform() == "cpu":
         return x
     pairs = x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2)
     packed = lax.optimization_barrier(lax.bitcast_convert_type(pairs, jnp.uint8))
     return lax.bitcast_convert_type(packed, x.dtype).reshape(x.shape)
+
+
+def quantize_segments(
+    x: jax.Array, *, axes: tuple[int, ...], dtype: str, block: int
+) -> tuple[Blocks, ...]:
+    """Quantizes x for products that sum over its last axis, over its rows, or one of each.
+
+    Args:
+      x: [..., n] float16, bfloat16 or float32, with m rows.
+      axes: for each result, -1 for neighbours along the last axis, or 0 for neighbours among the rows.
+      dtype: see `quantize_blocks`; scales are float32.
+      block: elements of a segment. It divides the length of the axis.
+
+    Returns:
+      For each axis a Blocks, whose last axis is the one to sum over: values [..., n] and scales [..., n /
+      block] for -1, values [n, m] and scales [n, m / block] for 0.
+
+    >>> along, across = quantize_segments(jnp.ones((2, 4)), axes=(-1, 0), dtype="float8_e4m3fn", block=2)
+    >>> along.values.shape, along.scales.shape, across.values.shape, across.scales.shape
+    ((2, 4), (2, 2), (4, 2), (4, 1))
+    """
+    options: dict[str, Any] = {"dtype": dtype, "block": block, "scale": "float32"}
+
+    def along(axis: int) -> Blocks:
+        x_ = x if axis == -1 else x.reshape(-1, x.shape[-1])
+        return for_matrix_units(quantize_blocks(x_, axis, **options), axis, **options)
+
+    return tuple(map(along, axes))
+
+
+def quantize_squares(w: jax.Array, *, dtype: str, block: int) -> tuple[Blocks, Blocks]:
+    """Quantizes `block` x `block` elements of a weight, for both products that read it.
+
+    Args:
+      w: [k, n] float16, bfloat16 or float32; the block divides k and n.
+      dtype, block: see `quantize_segments`.
+
+    Returns:
+      Blocks for a sum over k, with values [n, k] and scales [n / block, k / block]; and for a sum over n.
+
+    >>> over_k, over_n = quantize_squares(jnp.ones((2, 4)), dtype="float8_e4m3fn", block=2)
+    >>> over_k.values.shape, over_k.scales.shape, over_n.scales.shape
+    ((4, 2), (2, 1), (1, 2))
+    """
+    q = quantize_blocks(w, 0, dtype=dtype, block=block, scale="float32", square=True)
+    q = q._replace(values=q.values.astype(dtype))
+    return Blocks(q.values.T, q.scales.T, q.scale), q
 
 
 def block_matmul(
@@ -300,14 +350,15 @@ def block_matmul(
     *,
     out_dtype: str,
 ) -> jax.Array:
-    """``a bT + bias + addend`` of two arrays of `for_matrix_units`, multiplied by matrix units that can.
+    """``a bT + bias + addend`` of two arrays in block formats, multiplied by matrix units that can.
 
     XLA for Blackwell multiplies MXFP8 and NVFP4 as they are, and sums in float32. Elsewhere it multiplies
-    values times scales, which bfloat16 holds exactly.
+    values times scales, which bfloat16 holds exactly. With float32 scales, values times scales are rounded to
+    float32 and multiplied in float32; kernels may instead multiply the exact sums of a block by both scales.
 
     Args:
-      a: [..., k].
-      b: [n, k].
+      a: values [..., k] and scales [..., k / block].
+      b: values [n, k] and scales [n, k / block], or with float32 scales [n / block, k / block].
       bias: [n] or None.
       addend: [..., n] or None.
       out_dtype: dtype of the result.
@@ -320,6 +371,9 @@ def block_matmul(
     >>> block_matmul(x, x, out_dtype="float32").tolist()
     [[2.0]]
     """
+    if a.scales.dtype == jnp.float32:
+        operands = (QTensor(_dequantized(q), q.scale) for q in (a, b))
+        return matmul(*operands, bias, addend, out_dtype=out_dtype)
     values, scales = (part.reshape(-1, part.shape[-1]) for part in (a.values, a.scales))
     y = lax.scaled_dot(
         values,
@@ -332,6 +386,15 @@ def block_matmul(
     y = y * (a.scale.reshape(()) * b.scale.reshape(()))
     y = y if bias is None else y + to_float32(bias).reshape((1,) * (y.ndim - 1) + bias.shape)
     return (y if addend is None else y + to_float32(addend)).astype(out_dtype)
+
+
+def _dequantized(q: Blocks) -> jax.Array:
+    """Values times float32 scales, of segments or of squares."""
+    block = q.values.shape[-1] // q.scales.shape[-1]
+    scales = jnp.repeat(q.scales, block, axis=-1)
+    if q.scales.shape[0] < q.values.shape[0]:
+        scales = jnp.repeat(scales, block, axis=0)
+    return q.values.astype(jnp.float32) * scales
 
 
 def _split(x: jax.Array, axis: int, block: int) -> jax.Array:
