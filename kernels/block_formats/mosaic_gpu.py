@@ -15,7 +15,7 @@ from swjax.kernels import tiles
 from swjax.kernels.availability import Unavailable
 from swjax.kernels.block_formats.reference import Blocks
 from swjax.kernels.mosaic_gpu import pipeline
-from swjax.kernels.mosaic_gpu.pipeline import HALF, LINE, TILE_M, Ref, Scratch, SumSteps
+from swjax.kernels.mosaic_gpu.pipeline import HALF, LINE, TILE_M, Fold, Ref, Scratch, SumSteps
 from swjax.kernels.products.mosaic_gpu.product import TiledWork
 from swjax.kernels.products.tiles import MosaicTile
 
@@ -124,7 +124,8 @@ class BlockProductWork(TiledWork):
 
         nothing = jnp.zeros((HALF, group), jnp.float32)
         nothing = tuple(plgpu.layout_cast(nothing, plgpu.Layout.WGMMA) for _ in starts)
-        return sum_steps(0, self.spec.steps, fold=(scales, add, nothing, self.spec.unroll))
+        fold = Fold(scales, add, nothing, self.spec.unroll)
+        return sum_steps(0, self.spec.steps, fold=fold)
 
     def store(self, unit: jax.Array, totals: Any, half: jax.Array) -> None:
         _, column = self.corner(unit)
@@ -196,7 +197,9 @@ def block_matmul(
         interpret=interpret,
     )(*_inputs(spec, a, b, bias))
     y = y.reshape(*a.values.shape[:-1], n)
-    return y if addend is None else (y.astype(jnp.float32) + addend).astype(out_dtype)
+    if addend is None:
+        return y
+    return (y.astype(jnp.float32) + addend.astype(jnp.float32)).astype(out_dtype)
 
 
 def _inputs(spec: BlockProductSpec, a: Blocks, b: Blocks, bias: jax.Array | None):

@@ -1,5 +1,7 @@
 """The cross-entropy of logits: one program per token reads its logits from memory once, and then from L2."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import triton
@@ -105,4 +107,4 @@ def cross_entropy(
 
 
 # Operations without an entry accept all arguments.
-WHY_NOT = {}
+WHY_NOT: dict[str, Callable] = {}

@@ -103,9 +103,9 @@ class MatmulSumWork(TiledWork):
             # Scales are read before the sum, which hides their latency.
             scale = pipeline.load_registers(self.inputs.a_scale.at[i], rows)
             scale = scale * self.inputs.b_scale[i]
-            if len({*every}) == 1:
-                first, steps = i * every[0], every[0]
-            else:
+            steps: jax.Array | int = every[0]
+            first = i * steps
+            if len({*every}) > 1:
                 first, steps = _entry(starts, i), _entry(every, i)
             sums = sum_steps(first, steps).astype(jnp.float32)
             return total + sums * lax.broadcast_in_dim(scale, sums.shape, (0,))
