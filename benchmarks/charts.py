@@ -212,7 +212,9 @@ def draw_layers(figure) -> None:
     figure.set_size_inches(7.2, 3.4)
     say(figure, "The wider the layer, the more int8 gains")
     axes = figure.subplots()
-    axes.plot(widths, speedups, "o-", color=OURS, label="over XLA, which adds the bias in a separate pass")
+    axes.plot(
+        widths, speedups, "o-", color=OURS, label="over XLA, which adds the bias in a separate pass"
+    )
     axes.plot([1280], [fused_bias()], "s", color=OTHER, label="over XLA with a fused bias")
     axes.axhline(1, color="0.6", linewidth=0.8)
     axes.text(widths[0], 1.01, "XLA, bf16", fontsize=8, color="0.4")
