@@ -25,6 +25,7 @@ import swjax.linen
 from swjax.testing import matrix_products
 from swjax.training.log import environment
 
+SHAPE = (4096, 768, 3072)  # tokens, k, n
 # QtRule fields that make Qwix compute as SwitchBack. Its int8 scale is absmax / 127.5, swjax's absmax / 127.
 ABSMAX = f"absmax,{127.5 / 127}"
 SWITCHBACK_Q = {
@@ -124,11 +125,10 @@ PEERS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", type=int, nargs=3, default=(4096, 768, 3072), help="tokens k n")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--out", type=Path, help="JSON file for the rows")
     args = parser.parse_args()
-    tokens, k, n = args.shape
+    tokens, k, n = SHAPE
     rng = np.random.default_rng(0)
     shapes = ((tokens, k, 1.0), (k, n, k**-0.5), (tokens, n, 1.0))
     x, w, g = (jnp.asarray(scale * rng.normal(size=(a, b)), jnp.float32) for a, b, scale in shapes)
@@ -136,7 +136,7 @@ def main() -> None:
     result = {
         "command": environment.command(),
         "machine": environment.describe().splitlines()[1:],
-        "shape": dict(zip(("tokens", "k", "n"), args.shape)),
+        "shape": dict(zip(("tokens", "k", "n"), SHAPE)),
         "rows": rows,
     }
     if args.out:

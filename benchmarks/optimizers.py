@@ -13,8 +13,10 @@ random. Times are wall-clock times over consecutive calls, the median of REPEATS
 import itertools
 import statistics
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 from unittest import mock
 
 import jax
@@ -26,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.kernels import timing  # noqa: E402
+from benchmarks.studies.minimax_polynomials import NONIC, cost  # noqa: E402
 from swjax.diagnostics import device_time  # noqa: E402
 from swjax.kernels import dispatch, reference  # noqa: E402
 from swjax.optax import eight_bit_moments, muon, newton_schulz, orthogonal, stable_adamw  # noqa: E402
@@ -86,51 +89,62 @@ def of_optax(params):
     )
 
 
-# {name: (the optimizer of parameters, the implementation of symmetric products, other iteration)}
+class Case(NamedTuple):
+    """An optimizer to time.
+
+    Attributes:
+      make: the optimizer of parameters.
+      implementation: of symmetric products; None chooses.
+      iteration: replaces `orthogonalize_all`.
+      degrees: of the steps' polynomials; () for optimizers without.
+      on_x: whether each step has a Gram matrix and computes whole products.
+    """
+
+    make: Callable
+    implementation: str | None = None
+    iteration: Callable | None = None
+    degrees: tuple[int, ...] = (5,) * 5
+    on_x: bool = False
+
+
+def of_swjax(**settings):
+    return lambda params: muon(1e-4, every, **{"dtype": "float16"} | settings)
+
+
 OPTIMIZERS = {
-    "StableAdamW": (lambda params: stable_adamw(1e-4), None, None),
-    "StableAdamW, 8-bit moments": (
-        lambda params: eight_bit_moments(stable_adamw(1e-4)),
-        None,
-        None,
+    "StableAdamW": Case(lambda params: stable_adamw(1e-4), degrees=()),
+    "StableAdamW, 8-bit moments": Case(
+        lambda params: eight_bit_moments(stable_adamw(1e-4)), degrees=()
     ),
-    "Muon, each step on X, bf16": (
-        lambda params: muon(1e-4, every, dtype="bfloat16"),
-        "xla",
-        each_step_on_x,
+    "Muon, each step on X, bf16": Case(
+        of_swjax(dtype="bfloat16"), "xla", each_step_on_x, on_x=True
     ),
-    "Muon, XLA, float16": (lambda params: muon(1e-4, every, dtype="float16"), "xla", None),
-    "Muon, Triton, float16": (lambda params: muon(1e-4, every, dtype="float16"), "triton", None),
-    "Muon, Mosaic, float16": (
-        lambda params: muon(1e-4, every, dtype="float16"),
-        "mosaic_gpu",
-        None,
-    ),
-    "Muon, Mosaic, bf16": (lambda params: muon(1e-4, every, dtype="bfloat16"), "mosaic_gpu", None),
-    "Muon, chosen, Polar Express": (
-        lambda params: muon(1e-4, every, dtype="float16", coefficients="polar_express"),
-        None,
-        None,
-    ),
-    "optax.contrib.muon": (of_optax, None, None),
+    "Muon, XLA, float16": Case(of_swjax(), "xla"),
+    "Muon, Triton, float16": Case(of_swjax(), "triton"),
+    "Muon, Mosaic, float16": Case(of_swjax(), "mosaic_gpu"),
+    "Muon, Mosaic, bf16": Case(of_swjax(dtype="bfloat16"), "mosaic_gpu"),
+    "Muon, Mosaic, nonic": Case(of_swjax(coefficients="nonic"), "mosaic_gpu", degrees=NONIC),
+    "Muon, chosen, Polar Express": Case(of_swjax(coefficients="polar_express")),
+    "optax.contrib.muon": Case(of_optax, on_x=True),
 }
 
 
-def operations(shapes, segments) -> float:
-    """Multiplications and additions of Jordan's five steps, or of `newton_schulz` with triangles in float16.
+def operations(shapes, case: Case) -> float:
+    """Multiplications and additions: of `newton_schulz` in float16, triangles of symmetric products.
 
-    >>> round(operations(MODELS["ViT-H/14"], None) / 1e12, 1)
+    >>> round(operations(MODELS["ViT-H/14"], Case(of_optax, on_x=True)) / 1e12, 1)
     27.9
     """
     total = 0
     for layers, *sides in shapes:
         m, n = sorted(sides)
-        if segments is None:
+        if case.on_x:
             total += layers * 5 * (4 * m * m * n + 2 * m**3)
             continue
-        for length in segments if n >= newton_schulz._LONG * m else (1,) * 5:
-            triangles = m * m * n + (2 * length - 1 + length - 1) * m**3
-            total += layers * (triangles + 2 * (length - 1) * m**3 + 2 * m * m * n)
+        segments = (1,) * len(case.degrees)
+        if case.degrees and n >= newton_schulz._LONG * m:
+            segments = newton_schulz._SEGMENTS["float16", (case.degrees[0] + 1) // 2]
+        total += layers * m**3 * cost(case.degrees, segments, n // m)
     return total
 
 
@@ -152,23 +166,26 @@ def main(argv: list[str] | None = None) -> int:
         row = {"model": model, "optimizer": name}
         if records.seconds_left < 0:
             break
-        if OPTIMIZERS[name][1] in ("triton", "mosaic_gpu") and jax.default_backend() != "gpu":
+        if (
+            OPTIMIZERS[name].implementation in ("triton", "mosaic_gpu")
+            and jax.default_backend() != "gpu"
+        ):
             continue
         try:
-            records.add(**row, **bench(shapes, *OPTIMIZERS[name], smoke=args.smoke))
+            records.add(**row, **bench(shapes, OPTIMIZERS[name], args.smoke))
         except Exception as error:  # one that fails must not end the run
             records.add(**row, error=f"{type(error).__name__}: {str(error)[:300]}")
     print("\n" + timing.table(records.rows, COLUMNS))
     return 0
 
 
-def bench(shapes, make, implementation, iteration, smoke: bool) -> dict:
+def bench(shapes, case: Case, smoke: bool) -> dict:
     """Returns the times of one update."""
     keys = jax.random.split(jax.random.key(0), len(shapes))
     normal = jax.jit(lambda keys: [jax.random.normal(k, s) for k, s in zip(keys, shapes)])
     params, grads = normal(keys), normal(keys[::-1])
-    optimizer = make(params)
-    of_matrices = partial(orthogonal.orthogonalize_all, implementation=implementation)
+    optimizer = case.make(params)
+    of_matrices = partial(orthogonal.orthogonalize_all, implementation=case.implementation)
 
     def update(params, state, grads):
         updates, state = optimizer.update(grads, state, params)
@@ -178,7 +195,7 @@ def bench(shapes, make, implementation, iteration, smoke: bool) -> dict:
         mock.patch.object(
             orthogonal,
             "orthogonalize_all",
-            iteration or (lambda *args, **kw: of_matrices(*args, steps=kw["steps"])),
+            case.iteration or (lambda *args, **kw: of_matrices(*args, steps=kw["steps"])),
         ),
         jax.numpy_dtype_promotion("standard"),
     ):
@@ -193,12 +210,10 @@ def bench(shapes, make, implementation, iteration, smoke: bool) -> dict:
         timing.seconds_per_call(run, at_least=0.05 if smoke else 0.3) for _ in range(REPEATS)
     ]
     seconds = statistics.median(repeats)
-    segments = None if iteration or make is of_optax else (2, 3)
-    adam = any(make is OPTIMIZERS[name][0] for name in OPTIMIZERS if name.startswith("Stable"))
     row = {
         "ms": 1e3 * seconds,
         "ms_of_repeats": [round(1e3 * each, 2) for each in repeats],
-        "operations": 0.0 if adam else operations(shapes, segments),
+        "operations": operations(shapes, case),
         "temporary_gib": compiled.memory_analysis().temp_size_in_bytes / 2**30,
     }
     if jax.default_backend() == "gpu":

@@ -16,6 +16,7 @@ calls, the median of three; kernel times come from CUPTI; memory is XLA's plan. 
 as it is measured, and none starts after --seconds.
 """
 
+import itertools
 import json
 import sys
 from collections.abc import Callable
@@ -45,6 +46,9 @@ MODELS = ("vit_h14", "vit_l14", "vit_b16", "vit_b32")
 RECIPES = ("standard", "switchback", "fp8_switchback")  # switchback_m is switchback in these models
 REMATS = ("none", "full")
 DEFAULT_OPTIMIZER = "stable_adamw"
+# {name: keys of config.optimizer}
+OPTIMIZERS = {name: {"name": name} for name in (DEFAULT_OPTIMIZER, "adamw", "muon")}
+OPTIMIZERS["muon_nonic"] = {"name": "muon", "coefficients": "nonic"}
 MODES = ("default", "reduce-overhead", "max-autotune")  # of torch.compile
 BATCHES = {"encoder": dict.fromkeys(MODELS, 128), "step": dict.fromkeys(MODELS, 256)}
 BATCHES["step"]["vit_b32"] = BATCHES["encoder"]["vit_b32"] = 1024
@@ -115,10 +119,11 @@ def parse(argv):
     parser.add_argument("--remats", nargs="+", default=REMATS)
     parser.add_argument("--batch", type=int, help="in place of each model's")
     parser.add_argument(
-        "--optimizer",
-        choices=(DEFAULT_OPTIMIZER, "adamw", "muon"),
-        default=DEFAULT_OPTIMIZER,
-        help="config.optimizer.name of steps",
+        "--optimizers",
+        nargs="+",
+        choices=OPTIMIZERS,
+        default=[DEFAULT_OPTIMIZER],
+        help="of steps",
     )
     parser.add_argument("--lora", type=int, nargs="+", default=[0], help="ranks, of steps; 0: off")
     parser.add_argument("--memory", action="store_true", help="only XLA's plan: times nothing")
@@ -146,15 +151,19 @@ def cases(args):
     """Yields every combination, kind by kind; each model without and with recomputation."""
     if args.smoke:
         for kind in args.kinds:
-            yield Case(kind, "tiny", "switchback", "none", 4, args.optimizer)
+            yield Case(kind, "tiny", "switchback", "none", 4, args.optimizers[0])
         return
     for model in args.models:
         for kind in args.kinds:
             for remat in args.remats:
                 for recipe in args.recipes:
                     batch = args.batch or BATCHES[kind][model]
-                    for rank in args.lora if kind == "step" else [0]:
-                        yield Case(kind, model, recipe, remat, batch, args.optimizer, rank)
+                    case = Case(kind, model, recipe, remat, batch)
+                    if kind == "encoder":
+                        yield case
+                        continue
+                    for optimizer, rank in itertools.product(args.optimizers, args.lora):
+                        yield case._replace(optimizer=optimizer, lora=rank)
 
 
 def bench(records: timing.Records, case: Case, program: Program, smoke: bool):
@@ -237,7 +246,8 @@ def step(case: Case) -> Program:
     """Runs a whole training step; each call continues from the state of the one before."""
     config = common.get_config() if case.model == "tiny" else common.paper(case.model, case.recipe)
     config.model.recipe, config.model.remat = case.recipe, case.remat
-    config.optimizer.name, config.optimizer.lora.rank = case.optimizer, case.lora
+    config.optimizer.update(OPTIMIZERS[case.optimizer])
+    config.optimizer.lora.rank = case.lora
     config.train.batch_size = case.batch
     config.data.augment.drawings = False
     # XLA for CPUs merges recomputation with the forward pass, which keeps its arrays, except across a scan.

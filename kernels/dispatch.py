@@ -37,6 +37,11 @@ OPERATIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "matmul": ("mosaic_gpu", "triton"),
         "matmul_sum": ("mosaic_gpu",),
     },
+    "block_formats": {
+        "block_matmul": ("mosaic_gpu",),
+        "quantize_segments": ("triton",),
+        "quantize_squares": ("triton",),
+    },
     "fused_products": {
         "fused_product": ("pallas_tpu",),
         "fused_product_backward": ("pallas_tpu",),
@@ -63,6 +68,7 @@ OPERATIONS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "gelu": {"gelu": ("triton", "pallas_tpu"), "gelu_backward": ("triton",)},
     "gated": {"gated": ("triton", "pallas_tpu"), "gated_backward": ("triton",)},
+    "cross_entropy": {"cross_entropy": ("triton",)},
     "attention": {
         "attention": ("mosaic_gpu", "triton"),
         "attention_backward": ("mosaic_gpu", "triton"),

@@ -6,10 +6,16 @@ A scale spans an operand's *contracted* axes, or the whole tensor, so that it fa
 """
 
 from swjax.kernels.attention.reference import attention, attention_backward
+from swjax.kernels.block_formats.reference import (
+    block_matmul,
+    quantize_segments,
+    quantize_squares,
+)
 from swjax.kernels.block_weight_gradients.reference import (
     block_weight_gradient,
     block_weight_gradient_group,
 )
+from swjax.kernels.cross_entropy.reference import cross_entropy
 from swjax.kernels.formats import (
     INVERSE,
     LARGEST,
@@ -36,7 +42,7 @@ from swjax.kernels.quantizers.reference import (
     quantize_and_sum,
     quantize_both,
     quantize_by,
-    quantize_static,
+    static_absmax,
 )
 from swjax.kernels.ragged.reference import (
     ragged_block_weight_gradient,
@@ -55,8 +61,10 @@ __all__ = [
     "absolute_maximum",
     "attention",
     "attention_backward",
+    "block_matmul",
     "block_weight_gradient",
     "block_weight_gradient_group",
+    "cross_entropy",
     "dequantize",
     "divide",
     "dot",
@@ -75,7 +83,8 @@ __all__ = [
     "quantize_both",
     "quantize_by",
     "quantize_rotated",
-    "quantize_static",
+    "quantize_segments",
+    "quantize_squares",
     "ragged_block_weight_gradient",
     "ragged_matmul",
     "ragged_weight_gradient",
@@ -84,6 +93,7 @@ __all__ = [
     "rotate_features",
     "round_to_fp8",
     "scale_of",
+    "static_absmax",
     "symmetric_product",
     "weight_gradient",
     "weight_gradient_group",

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 
 from swjax.kernels import targets
+from swjax.kernels.block_formats.reference import Blocks
 from swjax.kernels.formats import QTensor
 
 PLATFORM = "cuda"
@@ -32,6 +33,7 @@ TARGETS = ("triton_kernel_call", "triton_kernel_call_ffi", "mosaic_gpu_v2")
 DIGEST = hashlib.sha256().digest_size
 
 jax.export.register_namedtuple_serialization(QTensor, serialized_name="swjax.QTensor")
+jax.export.register_namedtuple_serialization(Blocks, serialized_name="swjax.Blocks")
 
 
 def saved(function: Callable, *options: Any) -> Callable:

@@ -31,6 +31,19 @@ class Target(NamedTuple):
     core_count: int = 132
 
 
+BlockFormat = tuple[str, int, str]  # dtype, block, format of the scales
+
+_OF_BLACKWELL: tuple[BlockFormat, ...] = (
+    ("float8_e4m3fn", 32, "float8_e8m0fnu"),
+    ("float8_e5m2", 32, "float8_e8m0fnu"),
+    ("float4_e2m1fn", 16, "float8_e4m3fn"),
+)
+_BLOCK_FORMATS: dict[str, tuple[BlockFormat, ...]] = {  # by compute capability
+    "9.0": (("float8_e4m3fn", 128, "float32"),),
+    "10.0": _OF_BLACKWELL,
+    "10.3": _OF_BLACKWELL,
+}
+
 # JAX traces a function again if the value differs from that of an earlier trace.
 _chosen = jax.make_user_context()
 
@@ -95,16 +108,17 @@ def platform(mesh: AbstractMesh | None = None) -> str:
     return current(mesh).platform
 
 
-def multiplies_blocks(mesh: AbstractMesh | None = None) -> bool:
-    """Whether matrix units multiply MXFP8 and NVFP4, and XLA compiles products for them: B200 and B300.
+def block_formats(mesh: AbstractMesh | None = None) -> tuple[BlockFormat, ...]:
+    """The block formats that are multiplied without emulation. `mesh`: see `current`.
 
-    XLA of jax 0.12 aborts for the RTX 5090. `mesh`: see `current`.
+    Matrix units of B200 and B300 multiply MXFP8 and NVFP4, and XLA compiles products for them; XLA of jax
+    0.12 aborts for the RTX 5090. On Hopper a kernel scales the sums of blocks.
 
-    >>> with compiling_for("B200"):
-    ...     multiplies_blocks()
-    True
+    >>> with compiling_for("H100"):
+    ...     block_formats()
+    (('float8_e4m3fn', 128, 'float32'),)
     """
-    return current(mesh).compute_capability in ("10.0", "10.3")
+    return _BLOCK_FORMATS.get(current(mesh).compute_capability, ())
 
 
 def device_count() -> int:

@@ -15,8 +15,18 @@ NAME = "auto"
 # lose, and ViT-H/14 (853) gains (docs/speed.md).
 LEAST_WIDTH = 768
 
+# Experts of fewer rows leave most of their last block of rotated rows empty.
+LEAST_ROTATED_ROWS = 512
 
-def choose(*shapes: tuple[int, ...], quietly: bool = False) -> str:
+# {bytes of an element of a weight: the least rows of an average expert whose int8 products are faster than
+# those of 16 bits}. Quantizing a weight takes as long for few rows as for many. Counted for the experts of
+# Qwen3-30B-A3B on an H200: 540 with weights in float32, which 16 bits must cast, and 940 with weights in 16
+# bits. Measured there (benchmarks/notes/speed.md), 1,024 rows gain with float32 and lose with 16 bits, and
+# 1,536 rows of DeepSeek-V2-Lite gain with both.
+LEAST_EXPERT_ROWS = {4: 600, 2: 1200}
+
+
+def choose(*shapes: tuple[int, ...], few_rows: str = "", quietly: bool = False) -> str:
     """The name of the recipe that "auto" stands for; the first call for a chip prints it.
 
     int8 where its peak is at least that of fp8 and above that of bf16, else fp8, else 16 bits. On CPUs, which
@@ -26,6 +36,7 @@ def choose(*shapes: tuple[int, ...], quietly: bool = False) -> str:
     Args:
       *shapes: (k, n) of the weights that follow the recipe. "switchback_hadamard" is chosen only if they are
         known and wide enough (`rotations_pay`), on GPUs with a kernel for its weight gradient (Hopper).
+      few_rows: of experts, the result of `few_rows`; if it is not "", the choice is 16 bits.
       quietly: whether to print nothing.
 
     >>> with targets.compiling_for("H200"):
@@ -36,7 +47,7 @@ def choose(*shapes: tuple[int, ...], quietly: bool = False) -> str:
     'fp8_switchback'
     """
     target = targets.current()
-    name, reason = _of(target)
+    name, reason = ("standard", few_rows) if few_rows else _of(target)
     if name == "switchback" and target.compute_capability == "9.0" and rotations_pay(*shapes):
         name = "switchback_hadamard"
     if not quietly:
@@ -80,15 +91,36 @@ def rotations_pay(*shapes: tuple[int, ...]) -> bool:
     return bool(shapes) and products >= LEAST_WIDTH * rotations
 
 
+def few_rows(rows: int, experts: int, itemsize: int) -> str:
+    """Why quantized products of experts with so few rows are not faster than 16 bits; "" if they are.
+
+    Always "" on CPUs, which serve to develop and test.
+
+    Args:
+      rows: number of rows of all experts.
+      experts: number of experts.
+      itemsize: bytes of an element of a weight; 1 for one that is quantized already.
+
+    >>> with targets.compiling_for("H200"):
+    ...     few_rows(131_072, 128, 4), few_rows(8_192, 128, 4)
+    ('', '64 rows an expert: quantizing the weights takes longer than it gains below 600')
+    """
+    mean, least = rows // max(experts, 1), LEAST_EXPERT_ROWS.get(itemsize, 0)
+    if targets.platform() == "cpu" or mean >= least:
+        return ""
+    return f"{mean} rows an expert: quantizing the weights takes longer than it gains below {least}"
+
+
 @functools.cache
 def _tell(name: str, where: str) -> None:
     print(f"swjax: the recipe 'auto' is {name!r} on {where}", file=sys.stderr)
 
 
-def warn_if_slow(dtypes: Iterable[str], emulated: bool = False) -> None:
+def warn_if_slow(dtypes: Iterable[str], emulated: bool = False, few_rows: str = "") -> None:
     """Warns once for a chip if products of these quantized dtypes are not faster on it than those of bf16.
 
-    `emulated`: whether a recipe has emulated products in block formats. On CPUs nothing warns.
+    `emulated`: whether a recipe has emulated products in block formats. `few_rows`: of experts, see
+    `few_rows`. On CPUs nothing warns.
 
     >>> with targets.compiling_for("TPU v5e"):
     ...     warn_if_slow(["int8"])
@@ -100,15 +132,16 @@ def warn_if_slow(dtypes: Iterable[str], emulated: bool = False) -> None:
         _warn_of_emulation(target.device_kind)
     if (chip := chip_of(target)) is None:
         return
-    slow = sorted({name for name in dtypes if chip.peak(name) <= chip.bf16})
+    slow = sorted({name for name in dtypes if few_rows or chip.peak(name) <= chip.bf16})
     if slow:
-        _warn(" and ".join(slow), target.device_kind, _of(target)[0])
+        where = f"{target.device_kind}, {few_rows}" if few_rows else target.device_kind
+        _warn(" and ".join(slow), where, "standard" if few_rows else _of(target)[0])
 
 
 @functools.cache
-def _warn(slow: str, device_kind: str, best: str) -> None:
+def _warn(slow: str, where: str, best: str) -> None:
     warnings.warn(
-        f"swjax: {slow} products are not faster than bf16 on {device_kind}: "
+        f"swjax: {slow} products are not faster than bf16 on {where}: "
         f"use the recipe 'auto', here {best!r}",
         stacklevel=2,
     )

@@ -20,6 +20,7 @@ from typing import TypeVar
 from swjax import auto
 from swjax.kept import KEPT_IN_LLMS as KEPT_IN_LLMS
 from swjax.kept import kept_kind as kept_kind
+from swjax.kernels.targets import BlockFormat
 
 R = TypeVar("R")
 
@@ -31,12 +32,6 @@ STATIC_SCOPES = ("unit", "fan_in")
 WEIGHT_SCOPES = ("square", "column", "fan_in")  # of weights only
 SCOPES = ("row", "channel", "tensor", "block", *STATIC_SCOPES, *BLOCK_SCOPES)
 ROTATIONS = (1, 2, 4, 8, 16, 32, 64, 128)
-# What matrix units of Blackwell multiply: (dtype, block, scale).
-HARDWARE_BLOCKS = (
-    ("float8_e4m3fn", 32, "float8_e8m0fnu"),
-    ("float8_e5m2", 32, "float8_e8m0fnu"),
-    ("float4_e2m1fn", 16, "float8_e4m3fn"),
-)
 LONGEST_INT8_SUM = 2**17  # an int32 sum holds 2**31 / 127**2 = 133,144 int8 products
 
 
@@ -54,7 +49,7 @@ class Quantizer:
         n], with a constant scale near k**-0.5, see `static_scale`;
         "segment": `block` neighbours along the contraction; "square": `block` x `block` elements of a weight;
         "column": an output channel of a weight, also in dgrad.
-        Products of the last three are emulated, see `swjax.kernels.block_formats`.
+        Products of the last three are emulated on most chips, see `swjax.kernels.targets.block_formats`.
       block: largest number of tokens per block, or the size of a segment or square; 0 for the other scopes,
         and for segments that are whole rows.
       rotation: number of neighbours along the contraction (features, and tokens in wgrad) that an
@@ -81,13 +76,13 @@ class Quantizer:
 
     @property
     def in_blocks(self) -> bool:
-        """Whether scales vary along the contraction, so that the product is emulated."""
+        """Whether the operand is in a block format."""
         return self.scope in BLOCK_SCOPES
 
     @property
-    def in_hardware(self) -> bool:
-        """Whether matrix units of Blackwell multiply this block format."""
-        return (self.dtype, self.block, self.scale) in HARDWARE_BLOCKS
+    def block_format(self) -> BlockFormat:
+        """The format of segments and squares, see `swjax.kernels.targets.block_formats`."""
+        return self.dtype, self.block, self.scale
 
     @property
     def is_static(self) -> bool:
@@ -185,7 +180,7 @@ class Product:
 
     @property
     def in_blocks(self) -> bool:
-        """Whether both operands are in block formats, and the product is emulated."""
+        """Whether both operands are in block formats."""
         return self.lhs.in_blocks
 
     def __post_init__(self) -> None:
@@ -299,6 +294,18 @@ class Recipe:
         rhs = self.fwd.rhs
         return rhs == self.dgrad.rhs and rhs.has_one_scale and rhs.rotation == 1
 
+    @property
+    def quantizes_gradient_once(self) -> bool:
+        """Whether dgrad and wgrad read the same quantized gradient.
+
+        >>> [RECIPES[name].quantizes_gradient_once for name in ("fp8_tensorwise", "fp8_switchback")]
+        [True, False]
+        """
+        if self.dgrad is None or self.wgrad is None:
+            return False
+        lhs = self.dgrad.lhs
+        return lhs == self.wgrad.rhs and lhs.has_one_scale and lhs.rotation == 1
+
     def rotating(self, k: int, n: int) -> "Recipe":
         """The recipe with rotations of fwd that divide k features, and of dgrad that divide n features.
 
@@ -311,17 +318,18 @@ class Recipe:
         )
         return replace(self, fwd=fwd, dgrad=dgrad)
 
-    def is_emulated(self, matrix_units: bool = False) -> bool:
+    def is_emulated(self, formats: tuple[BlockFormat, ...] = ()) -> bool:
         """Whether products are emulated, see `Quantizer`.
 
         Args:
-          matrix_units: whether there are those of `swjax.kernels.targets.multiplies_blocks`.
+          formats: block formats that need no emulation, those of `swjax.kernels.targets.block_formats`.
 
-        >>> [RECIPES[name].is_emulated(matrix_units=True) for name in ("mxfp8", "fp8_block128")]
+        >>> mxfp8 = (("float8_e4m3fn", 32, "float8_e8m0fnu"),)
+        >>> [RECIPES[name].is_emulated(mxfp8) for name in ("mxfp8", "fp8_block128")]
         [False, True]
         """
         blocks = [p.lhs for p in (self.fwd, self.dgrad, self.wgrad) if p and p.in_blocks]
-        return bool(blocks) and not (matrix_units and all(q.in_hardware for q in blocks))
+        return any(q.block_format not in formats for q in blocks)
 
     @property
     def dtypes(self) -> tuple[str, ...]:
@@ -498,12 +506,13 @@ RECIPES: dict[str, Recipe] = {
 NAMES = (*RECIPES, auto.NAME)
 
 
-def get(recipe: str | Recipe, *shapes: tuple[int, ...]) -> Recipe:
+def get(recipe: str | Recipe, *shapes: tuple[int, ...], few_rows: str = "") -> Recipe:
     """Looks up a recipe by name; returns a Recipe unchanged.
 
     Args:
       recipe: a name in `RECIPES`; "auto", see `swjax.auto.choose`; or a Recipe.
       *shapes: (k, n) of the weights that will follow it, for "auto".
+      few_rows: see `swjax.auto.choose`.
 
     >>> get("switchback").wgrad is None
     True
@@ -515,7 +524,8 @@ def get(recipe: str | Recipe, *shapes: tuple[int, ...]) -> Recipe:
         return recipe
     if not isinstance(recipe, str) or recipe not in NAMES:  # a dict is not hashable
         raise ValueError(f"recipe must be one of {', '.join(NAMES)} or a Recipe, got {recipe!r}")
-    return RECIPES[auto.choose(*shapes) if recipe == auto.NAME else recipe]
+    chosen = auto.choose(*shapes, few_rows=few_rows) if recipe == auto.NAME else recipe
+    return RECIPES[chosen]
 
 
 def get_all(recipes: Mapping[str, str | Recipe]) -> dict[str, Recipe]:

@@ -45,7 +45,6 @@ def _mosaic(operation, *arrays, **options):
 
     from swjax.kernels import dispatch
     from swjax.kernels.mosaic_gpu.slices import Slices
-    from swjax.kernels.ragged import mosaic_gpu_blocks
 
     if "weight_gradient" in operation and not operation.startswith("ragged"):
         # The interpreter has no semaphores across blocks.
@@ -55,9 +54,6 @@ def _mosaic(operation, *arrays, **options):
     options = {"interpret": parameters, "multiprocessors": 4} | options
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu_callbacks, "wgmma", partial(_multiply, gpu_callbacks.wgmma))
-        if operation == "ragged_block_weight_gradient":  # Triton rotates
-            rotate = partial(_triton, "ragged_matmul.rotate_blocks")
-            patch.setattr(mosaic_gpu_blocks, "rotate_blocks", rotate)
         return jax.block_until_ready(dispatch.kernel("mosaic_gpu", operation)(*arrays, **options))
 
 

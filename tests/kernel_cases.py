@@ -6,6 +6,7 @@ import numpy as np
 from benchmarks.kernels import shapes
 from benchmarks.kernels.shapes import LinearShape
 from swjax.kernels import tiles
+from swjax.kernels.block_formats.reference import Blocks
 from swjax.kernels.reference import QTensor
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -68,6 +69,17 @@ def row_arguments(operation, x):
     }.get(operation, (x,))
 
 
+def cross_entropy_arguments(shape, dtype="bfloat16"):
+    """Returns logits [..., v], labels and which tokens count."""
+    rng = np.random.default_rng(1)
+    logits = 4 * normal(shape, "float32")
+    return (
+        logits.astype(dtype),
+        rng.integers(0, shape[-1], shape[:-1]),
+        rng.random(shape[:-1]) < 0.8,
+    )
+
+
 def attention_arguments(operation, shape, dtype="bfloat16", causal=False):
     """Returns q, k and v [b, t, h, d]; for the backward pass also the results and the output's gradient."""
     q, k, v, gradient = (normal(shape, dtype, seed) for seed in range(4))
@@ -75,6 +87,19 @@ def attention_arguments(operation, shape, dtype="bfloat16", causal=False):
         return q, k, v
     out, lse = oracle.attention(q, k, v, causal=causal)
     return q, k, v, out.astype(dtype), lse.astype("float32"), gradient
+
+
+def blocks(shape, square=False, seed=0):
+    """Returns Blocks a [tokens, k] and b [n, k], quantized by the oracle, whose product is around 1."""
+    tokens, k, n = shape
+    rng = np.random.default_rng(seed)
+    found = []
+    for rows in (tokens, n):
+        x = rng.standard_normal((rows, k)) * rng.uniform(0.5, 2, (rows, 1)) / k**0.25
+        x[:, :128] *= 8  # blocks of different magnitude
+        pair = oracle.quantize_blocks(x, -1, square=square and rows == n)
+        found.append(Blocks(*pair, np.ones((1, 1), "float32")))
+    return found
 
 
 def operands(shape, dtypes=("int8", "int8"), a_scope="row", b_scope="tensor", seed=0):

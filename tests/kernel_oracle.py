@@ -20,6 +20,25 @@ def quantize(x, axes=(-1,), dtype="int8", transpose=False):
     return (values.T, scale.T) if transpose else (values, scale)
 
 
+def quantize_blocks(x, axis, square=False):
+    """Returns e4m3 values and the scales of blocks of 128 along an axis of a matrix, with that axis last."""
+    x = np.asarray(x).astype(np.float32)
+    x = x if axis == -1 else x.T
+    blocks = x.reshape(-1, 128 if square else 1, x.shape[1] // 128, 128)
+    values, scales = quantize(blocks, (1, 3), "float8_e4m3fn")
+    return values.reshape(x.shape), scales[:, 0, :, 0]
+
+
+def block_matmul(a, b, bias=None, addend=None):
+    """Returns a b^T + bias + addend; a and b are pairs (values, scales of blocks of 128)."""
+    pairs = []
+    for values, scales in (a, b):
+        scales = np.repeat(wide(scales), 128, 1)
+        scales = np.repeat(scales, len(values) // len(scales), 0)
+        pairs.append((wide(values) * scales, np.ones((1, 1))))
+    return matmul(*pairs, bias, addend)
+
+
 def matmul(a, b, bias=None, addend=None):
     """Returns a b^T + bias + addend; a and b are pairs (values, scale)."""
     (a, a_scale), (b, b_scale) = ((wide(values), wide(scale)) for values, scale in (a, b))
@@ -135,6 +154,15 @@ def attention_backward(q, k, v, out, lse, gradient, *, causal=False):
 def _scores(q, k, causal):
     scores = np.einsum("bqhd,bkhd->bhqk", wide(q), wide(k)) / np.sqrt(q.shape[-1])
     return np.where(np.tril(np.ones(scores.shape[-2:])), scores, -np.inf) if causal else scores
+
+
+def cross_entropy(logits, labels, where):
+    logits = wide(logits)
+    p = np.exp(logits - logits.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    own = labels[..., None] == np.arange(logits.shape[-1])
+    losses = -np.log(np.sum(p, -1, where=own)) * where
+    return losses, (p - own) * where[..., None]
 
 
 def column_sums(x):

@@ -112,6 +112,51 @@ def test_a_layer_depends_on_the_chip_and_its_width():
         assert "matmul" not in operations(WIDE)
 
 
+def experts(rows, weights, recipe="auto"):
+    """The operations of experts of so many rows each, forward and backward."""
+    ws = tuple(jax.ShapeDtypeStruct((8, *of), weights) for of in ((2048, 1408), (1408, 2048)))
+    x, sizes = jax.ShapeDtypeStruct((8 * rows, 2048), jnp.bfloat16), jnp.zeros(8, jnp.int32)
+
+    def mlp(x, gate, down):
+        options = {"recipe": recipe, "implementation": "xla"}
+        return swjax.gated_ragged_mlp(x, gate, gate, down, sizes, **options)
+
+    with dispatch.record() as calls:
+        jax.eval_shape(lambda *ws: jax.vjp(mlp, *ws)[1](ws[0]), x, *ws)
+    return {operation for operation, _ in calls}
+
+
+@pytest.mark.parametrize(
+    "rows, weights, quantized",
+    [(64, "float32", 0), (1024, "float32", 1), (1024, "bfloat16", 0), (1536, "bfloat16", 1)],
+)
+def test_experts_of_few_rows_stay_in_16_bits(rows, weights, quantized, capsys):
+    with targets.compiling_for("H200"), warnings.catch_warnings(action="ignore"):
+        found = experts(rows, weights)
+    assert ("ragged_block_weight_gradient" in found) == ("quantize" in found) == quantized
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and (f"{rows} rows an expert" in said) != quantized
+    assert "quantize" in experts(rows, weights)
+
+
+def test_other_recipes_warn_of_few_rows():
+    with targets.compiling_for("H200"):
+        with pytest.warns(UserWarning, match="64 rows an expert: .* 600: use the recipe 'auto'"):
+            assert "quantize" in experts(64, "float32", "switchback")
+
+
+def test_rules_keep_experts_of_few_rows():
+    params = {"w": jax.ShapeDtypeStruct((8, 2048, 1408), jnp.float32)}
+    sizes = jnp.zeros(8, jnp.int32)
+    apply = lambda params, x: jax.lax.ragged_dot(x, params["w"].astype(x.dtype), sizes)
+    for rules in ("llm", {".*": "auto"}):
+        for rows, reason in ((64, "64 rows an expert: "), (1024, "")):
+            x = jax.ShapeDtypeStruct((8 * rows, 2048), jnp.bfloat16)
+            with targets.compiling_for("H200"):
+                (product,) = swjax.quantized(apply, rules).report(params, x)
+            assert product.reason.startswith(reason) and (product.recipe is None) == bool(reason)
+
+
 def test_models_accept_it():
     with targets.compiling_for("H200"):
         model = nnx.eval_shape(lambda: nnx.Linear(2048, 2048, rngs=nnx.Rngs(0)))

@@ -241,6 +241,7 @@ def test_language_models(tmp_path, monkeypatch, kind):
     assert row["tokens_per_second"] > 0 and row["memory_gib"] > row["temporaries_gib"] > 0
 
 
+@pytest.mark.release
 def test_language_models_on_two_devices(monkeypatch):
     """Two devices compute the losses of one; int8 recipes gather the weights of blocks in int8 only."""
     shape = SHAPES["step"]["tiny"]

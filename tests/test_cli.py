@@ -1,6 +1,7 @@
 """The command line: help, one clear line for each mistake, exit codes."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -24,16 +25,11 @@ def run(*flags, cwd=ROOT):
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=120)
 
 
-def test_help_shows_examples(tmp_path):
-    done = run("--help", cwd=tmp_path)
-    assert done.returncode == 0 and not done.stderr
-    assert done.stdout.count("python train.py --config=configs/") >= 4
-
-
-def test_help_is_quick_for_it_loads_no_library():
-    code = "import sys, train; train.main(['train.py', '--help']); print('jax' in sys.modules)"
+def test_help_shows_examples_and_loads_no_library():
+    code = "import sys, train; print(train.main(['train.py', '--help']), 'jax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert done.stdout.splitlines()[-1] == "False"
+    assert done.stdout.splitlines()[-1] == "0 False" and not done.stderr
+    assert done.stdout.count("python train.py --config=configs/") >= 4
 
 
 def test_library_without_training_packages_is_one_line(tmp_path):
@@ -286,6 +282,15 @@ def test_a_misspelt_command_is_one_line(name, meant, monkeypatch, capsys):
     assert swjax_commands.main() == 2
     error = capsys.readouterr().err
     assert error == f"swjax: there is no command {name!r}: did you mean {meant!r}?\n"
+
+
+@pytest.mark.parametrize(
+    "flag, told", [("--version", r"swjax \d+\.\d+\.\d+\n"), ("--help", r"(?s).*diagnostics.*")]
+)
+def test_flags_of_the_command(flag, told, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["swjax", flag])
+    assert swjax_commands.main() == 0
+    assert re.fullmatch(told, capsys.readouterr().out)
 
 
 def test_the_recorded_command_runs_again():

@@ -1,8 +1,6 @@
 """The loader's order, resumption, sharding and padding; pixel transformations; errors."""
 
 import importlib.util
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -228,13 +226,6 @@ def test_missing_packages_are_named(monkeypatch):
     with pytest.raises(ModuleNotFoundError, match="needs ftfy"):  # of captions that are not ASCII
         data.loader(Photographs(), batch_size=2)
     require("json")
-
-
-def test_import_is_cheap():
-    code = "import sys, swjax.data; print(*sys.modules)"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    heavy = {"grain", "tensorflow_datasets", "PIL", "ftfy", "regex", "resvg_py", "array_record"}
-    assert not heavy & set(run.stdout.split())
 
 
 def test_synthetic_examples_depend_on_the_label_alone():

@@ -27,7 +27,7 @@ LIBRARY = {
 }
 APPLICATION = {
     "models": {*LIBRARY},
-    "losses": {"linear", "swjax"},
+    "losses": {"kernels", "linear", "swjax"},
     "data": set(),
     "interop": {"data", "models", "serving"},
     "evaluators": {"data", "models"},
@@ -195,7 +195,10 @@ SLOW = {
     [
         ("import swjax.optax", SLOW | {"flax"}),
         ("import swjax", SLOW | {"flax", "optax"}),
-        ("import swjax.data, swjax.report, swjax.evaluators", SLOW),
+        (
+            "import swjax.data, swjax.report, swjax.evaluators",
+            SLOW | {"array_record", "ftfy", "regex", "resvg_py"},
+        ),
         (
             "import swjax.models.clip, swjax.linen, swjax.losses",
             SLOW - {"orbax"},

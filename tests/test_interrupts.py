@@ -63,17 +63,16 @@ def test_closed_output_loses_nothing(interrupted, started, tmp_path):
 
 
 def test_a_closed_terminal_is_a_signal_except_under_nohup():
-    code = (
-        "import signal\n"
-        "from swjax.training.faults.interrupt import catch\n"
-        "for handler in (signal.SIG_DFL, signal.SIG_IGN):\n"  # SIG_IGN under nohup
-        "    signal.signal(signal.SIGHUP, handler)\n"
-        "    with catch() as interrupt:\n"
-        "        interrupt.handle()\n"
-        "        signal.raise_signal(signal.SIGHUP)\n"
-        "        assert interrupt.requested == (handler == signal.SIG_DFL)\n"
-    )
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=50, check=True)
+    before = signal.getsignal(signal.SIGHUP)
+    try:
+        for handler in (signal.SIG_DFL, signal.SIG_IGN):  # SIG_IGN under nohup
+            signal.signal(signal.SIGHUP, handler)
+            with catch() as interrupt:
+                interrupt.handle()
+                signal.raise_signal(signal.SIGHUP)
+                assert interrupt.requested == (handler == signal.SIG_DFL)
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.release

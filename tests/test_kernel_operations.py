@@ -4,6 +4,7 @@ On CPUs these are XLA and, at small sizes, the kernels in their interpreters.
 """
 
 import itertools
+from functools import partial
 
 import implementations
 import jax
@@ -24,6 +25,8 @@ from kernel_cases import (
     TARGETS,
     XLA_LAYERS,
     XLA_ROWS,
+    blocks,
+    cross_entropy_arguments,
     normal,
     operands,
     row_arguments,
@@ -31,7 +34,7 @@ from kernel_cases import (
 from numeric import FLOOR_DB, FP8_SUM_DB, snr_db
 
 from swjax.kernels import tiles
-from swjax.kernels.reference import QTensor
+from swjax.kernels.reference import LARGEST, QTensor, static_absmax
 
 # Kernels convert inputs and outputs separately, so not every pair is tested.
 FORMATS = (
@@ -135,6 +138,60 @@ def test_both_forms_of_a_weight_have_the_same_bits(operation, implementation, sh
         for q, transpose in zip(got, (False, True), strict=True):
             one = QTensor(*(np.asarray(part)[number] for part in q))
             assert_same_bits(one, oracle.quantize(matrix, (0, 1), target, transpose=transpose))
+
+
+@implementations.each(
+    "quantize_segments",
+    "quantize_squares",
+    **same((256, 384)),
+    options=("dtype", [("bfloat16",), ("float32",)]),
+    few_options=[("bfloat16",), ("float32",)],
+)
+def test_blocks_have_the_same_bits(operation, implementation, shape, dtype):
+    """Also with rows of zeros and blocks with NaN and infinities, which spoil their block alone."""
+    x = normal(shape, dtype) * np.exp2(np.arange(shape[0])[:, None] // 8 - 12).astype(dtype)
+    x[-1] = 0
+    poisoned = x.copy()
+    poisoned[3, 5], poisoned[140, 200] = np.nan, -np.inf
+    square = operation == "quantize_squares"
+    options = {"dtype": "float8_e4m3fn", "block": 128, "implementation": implementation}
+    cases = [(0, -1)] if square else [(-1,), (0,), (-1, 0)]
+    for axes in cases:
+        options |= {} if square else {"axes": axes}
+        good, bad = (run(operation, each, **options) for each in (x, poisoned))
+        for q, spoilt, axis in zip(good, bad, axes, strict=True):
+            assert_same_bits(q[:2], oracle.quantize_blocks(x, axis, square))
+            nan = np.isnan(np.asarray(spoilt.scales))
+            assert nan.sum() == 2
+            whole = np.repeat(np.repeat(nan, 128, 1), len(q.values) // len(nan), 0)
+            values = np.asarray(spoilt.values, np.float32)
+            assert np.isnan(values[whole]).all()
+            np.testing.assert_array_equal(values[~whole], np.asarray(q.values, np.float32)[~whole])
+
+
+@implementations.each("quantize_by", "quantize_both", **RAGGED)
+@pytest.mark.parametrize("target", TARGETS[1:])
+@pytest.mark.parametrize("scale", [1.0, 2.0**-5])
+def test_constant_scales_clip_and_keep_what_is_not_finite(
+    operation, implementation, shape, target, scale
+):
+    largest = LARGEST[target]
+    x = normal(shape) * np.float32(largest * scale / 2)
+    x[0, :6] = np.inf, -np.inf, np.nan, largest * scale, -2 * largest * scale, -0.0
+    x[1] *= 1e-6  # below the smallest normal value of e4m3
+    absmax = static_absmax(scale, target, ndim=2 if operation == "quantize_by" else 1)
+    assert np.sum(np.abs(x) > largest * scale) > 10
+    values = np.clip(x / np.float32(scale), -largest, largest)
+    values = np.where(np.isfinite(x), values, np.float32(np.nan)).astype(target)
+    options = {"dtype": target, "clip": True}
+    if operation == "quantize_both":
+        got = run(operation, x, absmax, implementation=implementation, **options)
+    else:
+        call = partial(run, operation, x, absmax, implementation=implementation, **options)
+        got = call(), call(transpose=True)
+    one = np.full((1, 1), scale, "float32")
+    for q, want in zip(got, (values, values.T), strict=True):
+        assert_same_bits(q, (want, one))
 
 
 @implementations.each("quantize", **same((3, 5, 48)))
@@ -262,6 +319,41 @@ def test_gelu_of_every_bfloat16(operation, implementation, approximate):
 
 # --- products -----------------------------------------------------------------------------------------
 
+# Odd and even numbers of steps, tiles past the edges, several tiles for each thread block, and one tile.
+BLOCK_PRODUCTS = [(264, 384, 256), (1032, 256, 1408), (64, 128, 128), (1000, 1280, 640)]
+
+
+@implementations.each(
+    "block_matmul",
+    compiled={"xla": BLOCK_PRODUCTS[:1], "mosaic_gpu": BLOCK_PRODUCTS, "triton": []},
+    interpreted=BLOCK_PRODUCTS,
+    options=("square, out_dtype", list(itertools.product((False, True), ("bfloat16", "float32")))),
+    few_options=[(False, "float32"), (True, "bfloat16")],
+)
+def test_products_of_blocks(operation, implementation, shape, square, out_dtype):
+    a, b = blocks(shape, square)
+    bias, addend = normal(shape[-1]), normal((shape[0], shape[-1]), "bfloat16", seed=1)
+    options = {"implementation": implementation, "out_dtype": out_dtype}
+    floor = min(FLOOR_DB[out_dtype], FP8_SUM_DB)
+    for terms in ((), (bias, addend)):
+        y = run(operation, a, b, *terms, **options)
+        assert y.dtype == out_dtype
+        assert snr_db(y, oracle.block_matmul(a[:2], b[:2], *terms)) > floor
+
+
+@implementations.each(
+    "block_matmul", compiled=[(264, 512, 256)], interpreted=[(136, 384, 128)], kept=0
+)
+def test_a_non_finite_block_stays_in_its_row(operation, implementation, shape):
+    a, b = blocks(shape, square=True)
+    options = {"implementation": implementation, "out_dtype": "bfloat16"}
+    good = np.asarray(run(operation, a, b, **options), np.float32)
+    a.scales[70, 1] = np.nan
+    bad = np.asarray(run(operation, a, b, **options), np.float32)
+    assert np.isnan(bad[70]).all()
+    np.testing.assert_array_equal(np.delete(good, 70, 0), np.delete(bad, 70, 0))
+
+
 # Sizes that tiles of 128 x 256 and steps of 128 do not divide, halves of tiles past the edge, more tiles than
 # thread blocks, and a single row.
 SMALL_PRODUCTS = [(300, 144, 264), (320, 128, 64), (520, 256, 512), (1, 128, 256), (130, 400, 8)]
@@ -362,7 +454,8 @@ def test_sum_of_products(operation, implementation, shape, dtypes, count, out_dt
     m, k, n = shape
     if "mosaic" in implementation:
         m = -(-m // 8) * 8
-    pairs = [operands((m, k, n), dtypes, seed=seed) for seed in range(count)]
+    ks = (k, k) if count == 2 else (k, 128, k)
+    pairs = [operands((m, k, n), dtypes, seed=seed) for seed, k in enumerate(ks)]
     # The largest scale is that of another product in each row.
     pairs = [(a._replace(scale=a.scale * 10.0**i), b) for i, (a, b) in enumerate(pairs)]
     a, b = zip(*pairs)
@@ -579,3 +672,36 @@ def test_gradients_that_norms_add_in_passing(operation, implementation, shape, c
     assert nothing is None
     for a, b in zip(got, (dx + residual, *sums), strict=True):
         assert snr_db(a, b) > FLOOR_DB["float16"]
+
+
+@implementations.each(
+    "cross_entropy",
+    compiled=[(77, 333), (3, 5, 17), (64, 128_256)],
+    interpreted=[(7, 333), (3, 2, 17), (2, 70_000)],
+    **IN_DTYPES,
+)
+def test_cross_entropy_and_its_gradient(operation, implementation, shape, dtype):
+    logits, labels, where = cross_entropy_arguments(shape, dtype)
+    call = partial(run, operation, implementation=implementation)
+    got = call(logits, labels, where)
+    assert got[1].dtype == dtype
+    want = oracle.cross_entropy(logits, labels, where)
+    for value, exact, kind in zip(got, want, ("float32", dtype)):
+        assert snr_db(value, exact) > FLOOR_DB[kind]
+    losses, none = call(logits, labels, where, gradient=False)
+    np.testing.assert_array_equal(losses, got[0])
+    assert none is None
+
+
+@implementations.each("cross_entropy", compiled=[(6, 40)], interpreted=[(6, 40)])
+def test_what_is_no_class_or_not_finite_stays_visible(operation, implementation, shape):
+    logits, labels, where = cross_entropy_arguments(shape, "float32")
+    where[:] = [1, 1, 1, 1, 0, 1]
+    labels[:2] = -1, 40
+    logits[2, 3], logits[3, 5], logits[4, 0] = np.nan, np.inf, np.nan
+    logits[5, :39] = -np.inf
+    labels[5] = 39
+    losses, gradient = run(operation, logits, labels, where, implementation=implementation)
+    np.testing.assert_array_equal(np.isfinite(losses), [0, 0, 0, 0, 1, 1])
+    np.testing.assert_array_equal(gradient[4:], 0)
+    assert np.isfinite(gradient[:2]).all() and losses[4] == losses[5] == 0

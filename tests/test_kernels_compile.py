@@ -205,14 +205,27 @@ def test_quantizers_compute_what_is_written(compiled):
         (in_triton("quantize"), (), {"axes": (0, 1), "transpose": True}),
         (in_triton("quantize"), (), {"axes": (0,)}),
         (in_triton("quantize_both"), (array((256,)),), {}),
+        (in_triton("quantize_both"), (array((1,)),), {"dtype": E5M2, "clip": True}),
     ],
 )
-def test_weights_are_quantized_with_wide_loads_and_stores(compiled, function, arrays, options):
+def test_matrices_are_quantized_with_wide_loads_and_stores(compiled, function, arrays, options):
     kernel = compiled(90, function, array((1280, 5120)), *arrays, **options)
     for moves in (instructions(kernel, r"ld\.global"), instructions(kernel, r"st\.global")):
         few = ("ld.global.b32", "ld.global.v2.b32", "st.global.b32")  # scales and maxima
         scales = sum(moves.pop(name, 0) for name in few)
         assert moves.keys() <= {"ld.global.v4.b32", "st.global.v4.b32"} and scales <= 1, moves
+
+
+@pytest.mark.parametrize("v", [128_256, release(151_936)])
+def test_cross_entropy_moves_16_bytes_at_a_time(compiled, v, tmp_path):
+    arrays = array((4096, v), "bfloat16"), array((4096,), "int32"), array((4096,), "int32")
+    kernel = compiled(90, in_triton("cross_entropy"), *arrays)
+    loads = instructions(kernel, r"ld\.global")
+    assert sum(loads.pop(name, 0) for name in ("ld.global.b32", "ld.global.b16")) == 3, loads
+    assert loads.keys() == {"ld.global.v4.b32"}
+    stores = instructions(kernel, r"st\.global")
+    assert stores.pop("st.global.b32") == 1 and stores.keys() == {"st.global.v4.b32"}
+    assert_no_spills(kernel, tmp_path)
 
 
 def test_ragged_rows_compile(compiled):
@@ -420,7 +433,16 @@ def test_mosaic_products_lower_for_hopper(dtypes, scales, out_dtype):
         assert "mosaic_gpu" in program
 
 
-@pytest.mark.parametrize("case", [release("16 bits"), "int8", release("16 bits, input gradient")])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "int8",
+        *(
+            release(case)
+            for case in ("16 bits", "16 bits, input gradient", "rotated weight gradient")
+        ),
+    ],
+)
 def test_mosaic_ragged_products_lower_for_hopper(case):
     operation, arrays, options = RAGGED[case]
     program = lowered(in_mosaic(operation), *arrays, out_dtype="bfloat16", **options)

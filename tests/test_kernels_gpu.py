@@ -12,6 +12,8 @@ from kernel_cases import (
     QUANTIZING,
     ROW_OPERATIONS,
     attention_arguments,
+    blocks,
+    cross_entropy_arguments,
     normal,
     operands,
     row_arguments,
@@ -41,6 +43,10 @@ def calls():
     cases["quantize_rotated"] = ((x,), {"rotation": 64})
     cases["quantize_both"] = ((x, np.full(256, 8, "float32")), {})
     cases["matmul"] = (operands((1000, 1280, 576)), {"out_dtype": "bfloat16"})
+    cases["block_matmul"] = (blocks((1000, 1280, 576)), {"out_dtype": "bfloat16"})
+    of_blocks = {"dtype": "float8_e4m3fn", "block": 128}
+    cases["quantize_segments"] = ((x[:896, :1280],), of_blocks | {"axes": (-1, 0)})
+    cases["quantize_squares"] = ((x[:896, :1280],), of_blocks)
     pairs = (operands((1000, 1280, 576), seed=seed) for seed in range(3))
     cases["matmul_sum"] = (tuple(zip(*pairs)), {"out_dtype": "bfloat16"})
     cases["weight_gradient"] = ((x, g), {"out_dtype": "float32"})
@@ -57,6 +63,7 @@ def calls():
     cases["ragged_block_weight_gradient"] = ((x, (g, g), sizes), IN_BLOCKS)
     stack = normal((3, 1000, 576), "float16") / 24
     cases["symmetric_product"] = ((stack, stack, None, np.ones((3, 3), "float32")), {})
+    cases["cross_entropy"] = (cross_entropy_arguments((1000, 5000)), {})
     cases["attention"] = (attention_arguments("attention", (16, 257, 4, 80)), {})
     cases["attention_backward"] = (attention_arguments("attention_backward", (16, 257, 4, 80)), {})
     return cases

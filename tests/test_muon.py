@@ -11,9 +11,15 @@ import thinning
 from flax import nnx, traverse_util
 from optax import contrib
 
-from benchmarks.studies import gram_matrices
+from benchmarks.studies import gram_matrices, minimax_polynomials
 from swjax.optax import muon, rms_by_path, stable_adamw, stacked_axes
-from swjax.optax.newton_schulz import coefficients_of, orthogonalize, orthogonalize_all
+from swjax.optax.newton_schulz import (
+    COEFFICIENTS,
+    STEPS,
+    coefficients_of,
+    orthogonalize,
+    orthogonalize_all,
+)
 from swjax.optax.orthogonal import scale_by_muon, scale_neurons
 
 STACKS = {"fewer_rows": (3, 16, 24), "more_rows": (3, 40, 16), "matrix": (16, 24)}
@@ -70,6 +76,9 @@ def test_no_matrix_at_all_is_one_line():
         ("quintic", "bfloat16", 0.04, (96, 96)),
         ("polar_express", "float16", 0.025, (256, 96)),
         ("polar_express", "bfloat16", 0.06, (96, 256)),
+        ("nonic", "float16", 0.025, (96, 256)),
+        ("nonic", "float16", 0.025, (96, 96)),
+        pytest.param("nonic", "float32", 0.003, (96, 256), marks=pytest.mark.release),
     ],
 )
 def test_singular_values_end_in_the_published_band(name, dtype, margin, shape, device):
@@ -83,14 +92,22 @@ def test_singular_values_end_in_the_published_band(name, dtype, margin, shape, d
     u, values, vt = np.linalg.svd(x, full_matrices=False)
     values /= np.linalg.norm(values, axis=1, keepdims=True)
     want = gram_matrices.wanted(values, name)
-    low, high = {"quintic": (0.68, 1.21), "polar_express": (0.86, 1.13)}[name]
+    bands = {"quintic": (0.68, 1.21), "polar_express": (0.86, 1.13), "nonic": (0.73, 1.21)}
+    low, high = bands[name]
     assert ((low < want) & (want < high))[values >= 0.002].all()
-    data = jax.device_put((x.astype("float32"), coefficients_of(name, 5)), jax.devices(device)[0])
-    found = np.asarray(jax.jit(orthogonalize, static_argnums=2)(*data, dtype), np.float64)
+    steps = STEPS[name]
+    data = x.astype("float32"), coefficients_of(name, steps)
+    run = jax.jit(partial(orthogonalize, dtype=dtype, steps=steps))
+    found = np.asarray(run(*jax.device_put(data, jax.devices(device)[0])), np.float64)
     kept = np.einsum("bji,bjk,bik->bi", u, found, vt)  # along the singular vectors of x
     assert np.abs(kept - want)[values >= 0.002].max() < margin
     assert np.linalg.norm(found, 2, axis=(1, 2)).max() < high + margin
     assert np.abs(kept - want)[values < 0.002].max() < margin
+
+
+def test_nonic_is_what_the_study_prints():
+    steps = minimax_polynomials.composed(minimax_polynomials.NONIC)
+    np.testing.assert_allclose(COEFFICIENTS["nonic"], steps, rtol=1e-5)
 
 
 def test_equal_matrices_run_as_one_stack():
@@ -181,7 +198,9 @@ BAD = {
     "dtype must be a floating-point dtype of at least 16 bits, got 'int8'": {"dtype": "int8"},
     "dtype must be a floating-point dtype of at least 16 bits, got": {"dtype": jnp.float8_e4m3fn},
     "dtype must be a floating-point dtype of at least 16 bits, got None": {"dtype": None},
-    "coefficients must be one of quintic, polar_express, got 'cubic'": {"coefficients": "cubic"},
+    "coefficients must be one of quintic, polar_express, nonic, got 'cubic'": {
+        "coefficients": "cubic"
+    },
     "steps must be None or an int of at least 1, got 0: .*static_args": {"steps": 0},
     r"neuron_b2 must be in \[0, 1\), or None, got 1": {"neuron_b2": 1},
     "dtype must be a dtype, got the array .* add 'dtype' to static_args": {"dtype": jnp.ones(())},

@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 
 import swjax
 from swjax import auto
-from swjax.linear import experts as experts_of_swjax
 from swjax.testing import assert_quantized, matrix_products
 
 RNG = np.random.default_rng(0)
@@ -119,7 +118,7 @@ def test_gated_mlp_in_other_forms():
 
 def test_rotated_rows(monkeypatch):
     monkeypatch.setattr(auto, "LEAST_WIDTH", 1)
-    monkeypatch.setattr(experts_of_swjax, "LEAST_ROWS", 1)
+    monkeypatch.setattr(auto, "LEAST_ROTATED_ROWS", 1)
     x, g = (jnp.asarray(RNG.normal(size=(ROWS, K)), "bfloat16") for _ in range(2))
     mlp = partial(swjax.gated_ragged_mlp, group_sizes=SIZES, implementation="xla")
     ours = lambda recipe: lambda x, ws: mlp(x, *ws, recipe=recipe)
@@ -135,12 +134,13 @@ def test_rotated_rows(monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*rows an expert")
 @pytest.mark.parametrize(
     "recipe", ["standard", "switchback", "switchback_q", "switchback_hadamard", "fp8_switchback"]
 )
 def test_kernels_give_the_values_of_xla(recipe, monkeypatch):
     monkeypatch.setattr(auto, "LEAST_WIDTH", 1)
-    monkeypatch.setattr(experts_of_swjax, "LEAST_ROWS", 1)
+    monkeypatch.setattr(auto, "LEAST_ROTATED_ROWS", 1)
     m, k, h, sizes = 1000, 256, 384, jnp.array([300, 0, 1, 640, 20], jnp.int32)
     x, g = (jnp.asarray(RNG.normal(size=(m, k)), "bfloat16") for _ in range(2))
     shapes = (5, k, h), (5, k, h), (5, h, k)

@@ -6,7 +6,6 @@ import os
 import re
 import resource
 import shutil
-import subprocess
 import sys
 from html.parser import HTMLParser
 from types import SimpleNamespace
@@ -595,10 +594,3 @@ def test_no_run_is_one_line(runs_command, tmp_path):
     assert done.stderr == (
         f"swjax runs: no run in {tmp_path}/nothing: give folders of runs, or a folder that contains them\n"
     )
-
-
-def test_the_version_is_told():
-    done = subprocess.run(
-        [sys.executable, "-m", "swjax", "--version"], capture_output=True, text=True
-    )
-    assert re.fullmatch(r"swjax \d+\.\d+\.\d+\n", done.stdout)

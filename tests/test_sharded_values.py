@@ -85,19 +85,22 @@ def test_values_are_those_of_one_device(name, case, kind):
 
 
 @pytest.mark.parametrize(
-    "name, k, matrix_units",
+    "name, k, chip",
     [
-        ("nvfp4", 128, False),
-        ("mxfp8", 256, True),
-        release("nvfp4", 128, True),
-        release("mxfp8", 256, False),
-        release("fp8_block128", 1024, False),
+        ("nvfp4", 128, "H100"),
+        ("mxfp8", 256, "B200"),
+        ("fp8_block128", 1024, "H100"),
+        release("nvfp4", 128, "B200"),
+        release("mxfp8", 256, "H100"),
+        release("fp8_block128", 1024, "B200"),
     ],
 )
-def test_shards_of_whole_blocks_have_the_blocks_of_one_device(name, k, matrix_units, monkeypatch):
+def test_shards_of_whole_blocks_have_the_blocks_of_one_device(name, k, chip, monkeypatch):
     sizes = {"k": k, "n": 64}
     want = one_device(name, **sizes)
-    monkeypatch.setattr(targets, "multiplies_blocks", lambda mesh=None: matrix_units)
+    with targets.compiling_for(chip):
+        formats = targets.block_formats()
+    monkeypatch.setattr(targets, "block_formats", lambda mesh=None: formats)
     mesh, layout, args, g = sharded("fsdp_rows", **sizes)
     layer = partial(swjax.switchback, recipe=name, layout=layout)
     with jax.set_mesh(mesh):

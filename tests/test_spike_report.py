@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -173,11 +171,6 @@ def test_files_that_cannot_be_used_are_one_line(tmp_path, capsys):
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 2
     assert f"{tmp_path}/report" in errors[0] and f"{tmp_path}/metrics.jsonl" in errors[1]
-
-
-def test_swjax_is_a_command():
-    done = subprocess.run([sys.executable, "-m", "swjax", "--help"], capture_output=True, text=True)
-    assert done.returncode == 0 and "diagnostics" in done.stdout
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,8 @@
 """`fp8_static`: constant scales, so that no pass over an array finds its maximum."""
 
+from collections import Counter
+from unittest import mock
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +11,8 @@ from flax import nnx
 
 import swjax
 import swjax.nnx
+from swjax.kernels import dispatch
+from swjax.linear.layer import Layer
 from swjax.recipes import RECIPES, Product, Quantizer, Recipe
 
 X, W = jnp.ones((4, 8)), jnp.ones((8, 4))
@@ -63,6 +68,18 @@ def test_errors_name_the_invariant_the_value_and_the_remedy(call, message):
     with pytest.raises(ValueError, match=message) as error:
         call()
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_static", "fp8_tensorwise"])
+def test_on_gpus_one_pass_makes_both_forms_of_weight_and_gradient(recipe):
+    x, w = (
+        jax.random.normal(jax.random.key(n), shape) for n, shape in enumerate([(2, 3, 8), (8, 4)])
+    )
+    gradients = jax.grad(lambda *a: jnp.sum(swjax.switchback(*a, recipe=recipe) ** 2), (0, 1))
+    with mock.patch.object(Layer, "reads_last_axis", True), dispatch.record() as calls:
+        got = gradients(x, w)
+    assert Counter(calls)["quantize_both", "xla"] == 2
+    jax.tree.map(np.testing.assert_array_equal, got, gradients(x, w))
 
 
 def test_the_weight_is_saved_in_fp8():

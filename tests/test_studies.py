@@ -332,11 +332,13 @@ def test_remedies_for_outliers_in_the_products_of_swiglu(study):
         assert product_of(mlp.gate).recipe == product_of(mlp.up).recipe != product_of(mlp.down)
     x = jnp.array([[1024.0, 1, 1, 0], [512, 1, 0.5, 0]])
     seen = []
-    product = language.smoothed(lambda x, w: seen.append((x, w)) or x @ w)
-    y = product(x, jnp.ones((4, 3)))
-    (scaled, w), *_ = seen
-    assert scaled[0].tolist() == [1, 1, 1, 0] and w[:3, 0].tolist() == [1024, 1, 1]
-    assert y.tolist() == (x @ jnp.ones((4, 3))).tolist()
+    for power, divisor in ((1, 1024), (0.5, 32)):
+        product = language.smoothed(lambda x, w: seen.append((x, w)) or x @ w, power)
+        y = product(x, jnp.ones((4, 3)))
+        scaled, w = seen.pop()
+        assert scaled[0].tolist() == [1024 / divisor, 1, 1, 0]
+        assert w[:3, 0].tolist() == [divisor, 1, 1]
+        assert y.tolist() == (x @ jnp.ones((4, 3))).tolist()
     with pytest.raises(argparse.ArgumentTypeError, match="an arm is one of"):
         language.arm("switchback+cleaned")
 

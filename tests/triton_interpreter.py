@@ -14,12 +14,8 @@ from swjax.kernels.triton_gpu import launcher
 
 
 def run(operation, *arrays, **options):
-    """Runs a Triton kernel; returns its results as NumPy arrays.
-
-    `operation`: of `dispatch`, or another function of its module: "ragged_matmul.rotate_blocks".
-    """
-    operation, _, name = operation.partition(".")
-    function = getattr(dispatch.module_of("triton", operation), name or operation)
+    """Runs a Triton kernel; returns its results as NumPy arrays."""
+    function = getattr(dispatch.module_of("triton", operation), operation)
     return jax.tree.map(np.asarray, function(*arrays, **options))
 
 
@@ -67,11 +63,14 @@ def inline_asm(_, text, constraints, values, types, is_pure, pack):
 
 def call(*arrays, kernel, out_type, grid, num_warps, num_stages=1, registers=None, **constants):
     """Replaces `launcher.call`. Results that the kernel does not write are NaN, or 99 for integers."""
-    inputs = [Pointer(np.ascontiguousarray(array)) for array in arrays]
+    inputs = [Pointer(np.array(array[...], order="C")) for array in arrays]
     outputs = jax.tree.map(lambda out: Pointer(poisoned(out.shape, out.dtype)), out_type)
     Executor(kernel.rewrite(), kernel.arg_names, grid)(
         *inputs, *jax.tree.leaves(outputs), **constants
     )
+    for array, pointer in zip(arrays, inputs):
+        if isinstance(array, jax.Ref):
+            array[...] = jnp.asarray(pointer.array)
     return jax.tree.map(lambda pointer: jnp.asarray(pointer.array), outputs)
 
 

@@ -256,6 +256,16 @@ def language_cases(layer: LinearShape) -> Iterator[Case]:
         yield case(name, "gated_backward", arrays=arrays, options=options)
 
 
+def head_cases(layer: LinearShape) -> Iterator[Case]:
+    """Yields the cross-entropy of a chunk of logits; once for a block."""
+    if layer.k != layer.n:
+        return
+    shape = (64, 1000) if layer == SMOKE["out"] else (4096, shapes.VOCABULARY)
+    logits, labels = timing.random(*shape), jnp.arange(shape[0]) % shape[1]
+    arrays = logits, labels, jnp.ones(shape[:1], bool)
+    yield Case("cross_entropy", "cross_entropy", "x".join(map(str, shape)), arrays, {})
+
+
 CASES = {
     "products": product_cases,
     "weight_gradients": weight_gradient_cases,
@@ -263,6 +273,7 @@ CASES = {
     "passes": pass_cases,
     "attention": attention_cases,
     "language_models": language_cases,
+    "heads": head_cases,
 }
 
 

@@ -59,7 +59,7 @@ def rows(args):
         for tokens in args.tokens:
             arrays = arrays_of(SHAPES[model], tokens)
             for arm in args.arms:
-                for routing in args.routings:
+                for routing in ROUTINGS:
                     row = {"model": model, "tokens": tokens, "routing": routing}
                     row |= {"weights": "bfloat16", "arm": f"torch grouped_mm {arm}"}
                     sizes = torch.tensor(sizes_of(SHAPES[model], tokens, routing))
@@ -100,7 +100,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0].rstrip(":"))
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=list(EXPERTS))
     parser.add_argument("--arms", nargs="+", choices=("eager", "compiled"), default=["eager"])
-    parser.add_argument("--routings", nargs="+", choices=ROUTINGS, default=list(ROUTINGS))
     parser.add_argument("--tokens", nargs="+", type=int, default=[16_384], help="before routing")
     parser.add_argument("--calls", type=int, default=10)
     parser.add_argument("--out", type=Path)

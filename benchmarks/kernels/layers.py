@@ -4,7 +4,7 @@ Both sides get bf16 activations, fp32 parameters and the gradient of the output,
 the gradients of everything. The baseline is what a user writes: ``x @ w.astype(x.dtype) +
 b.astype(x.dtype)``, LayerNorm and exact GELU in fp32. Kinds: "plain", one layer; "no_bias", the same without
 its bias on both sides; "fused", with the LayerNorm or GELU before it; "mlp", LayerNorm, layer, GELU,
-layer; "grid", plain layers of the paper's sizes.
+layer; "grid", plain layers of the paper's sizes; "language", the layers of Llama-3-8B, which have no bias.
 """
 
 import re
@@ -21,7 +21,7 @@ from benchmarks.kernels import shapes, timing
 COLUMNS = {"op": -13, "shape": -22, "implementation": -29, "us": 9, "wall_us": 9, "tops": 7}
 COLUMNS |= {"ratio": 6, "outside_products": 16, "snr_db": 6, "error": -1}
 
-KINDS = ("plain", "no_bias", "fused", "mlp", "grid")
+KINDS = ("plain", "no_bias", "fused", "mlp", "grid", "language")
 
 # Names of kernels that multiply matrices: cuBLAS's, CUTLASS's, XLA's Triton fusions, ours.
 PRODUCT = re.compile(r"gemm|nvjet|cutlass|xmma|cublas|splitk|matmul|mosaic_gpu|kernel_body", re.I)
@@ -63,6 +63,11 @@ def layers_of(kind: str, smoke: bool) -> Iterator[Layer]:
             yield Layer(kind, *shape, "gelu" if shape.k > shape.n else "layer_norm")
     elif kind == "mlp":
         yield Layer(kind, tokens, width, 4 * width, "layer_norm")
+    elif kind == "language":
+        tokens = 256 if smoke else shapes.LANGUAGE_TOKENS
+        sizes = [(64, 128)] if smoke else shapes.LANGUAGE_MODELS["Llama-3-8B"]
+        for k, n in sorted(sizes, key=lambda size: -size[0] * size[1]):
+            yield Layer(kind, tokens, k, n)
     else:
         for tokens in (128,) if smoke else (65_536, 131_072, 32_768, 16_384):
             for dim in (32,) if smoke else (1280, 4096, 2048, 1024):
@@ -75,7 +80,7 @@ def parameters(layer: Layer) -> dict[str, jax.Array]:
     new = partial(timing.random, dtype="float32")
     k, n = layer.k, layer.n
     p = {"w": new(k, n, scale=k**-0.5)}
-    if layer.kind != "no_bias":
+    if layer.kind not in ("no_bias", "language"):
         p["b"] = new(n)
     if layer.kind == "mlp":
         p |= {"w2": new(n, k, scale=n**-0.5), "b2": new(k)}

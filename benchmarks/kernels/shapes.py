@@ -39,6 +39,7 @@ LANGUAGE_MODELS = {
     "Llama-3.2-1B": [(2048, 2048), (2048, 512), (2048, 8192), (8192, 2048)],
     "Qwen3-0.6B": [(1024, 2048), (2048, 1024), (1024, 1024), (1024, 3072), (3072, 1024)],
 }
+VOCABULARY = 128_256  # of Llama 3
 LANGUAGE_TOKENS = 16_384  # four sequences of 4,096 tokens
 
 

@@ -410,7 +410,6 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--seconds", type=float, default=240, help="no shape starts after this")
     parser.add_argument("--out", type=Path, help="JSON file; default: where `tiles` reads it")
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="that compile")
     parser.add_argument("--dry-run", action="store_true", help="list what would be tried")
     return parser.parse_args(argv)
 
@@ -432,14 +431,14 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     device = jax.devices()[0]
     out = args.out or tiles.table_path(device.device_kind)
-    write_table(todo, copy.deepcopy(tiles.table(device)), out, args.seconds, args.threads)
+    write_table(todo, copy.deepcopy(tiles.table(device)), out, args.seconds)
     return 0
 
 
-def write_table(todo: list[Work], table: dict, out: Path, seconds: float, threads: int) -> None:
+def write_table(todo: list[Work], table: dict, out: Path, seconds: float) -> None:
     """Tunes until the time limit, and writes the table after each work."""
     clock = timing.Records(None, seconds)
-    with ThreadPoolExecutor(threads) as pool:
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
         for work, compiled in ahead((work, programs(pool, work)) for work in todo):
             if clock.seconds_left < 0:
                 pool.shutdown(cancel_futures=True)

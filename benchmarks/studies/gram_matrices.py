@@ -2,7 +2,7 @@
 
     python benchmarks/studies/gram_matrices.py                # half a minute on a CPU
 
-Prints, for each dtype and division of five steps into segments with one Gram matrix each, the largest
+Prints, for each dtype and division of the steps into segments with one Gram matrix each, the largest
 singular value of the results, and the largest error of those above 0.2 % of the norm, against float64.
 """
 
@@ -21,7 +21,11 @@ sys.path.insert(0, str(ROOT))
 from swjax.optax import newton_schulz  # noqa: E402
 
 KINDS = ("normal", "five decades", "rank 8", "one large value")
-SEGMENTS = ((5,), (1, 4), (2, 3), (2, 2, 1), (1, 1, 1, 1, 1))
+# By number of steps.
+SEGMENTS = {
+    5: ((5,), (1, 4), (2, 3), (2, 2, 1), (1, 1, 1, 1, 1)),
+    3: ((3,), (2, 1), (1, 2), (1, 1, 1)),
+}
 
 
 def matrices(m: int, n: int) -> np.ndarray:
@@ -37,9 +41,11 @@ def matrices(m: int, n: int) -> np.ndarray:
 
 
 def wanted(values: np.ndarray, name: str) -> np.ndarray:
-    """The polynomials of five steps, in float64, of singular values divided by the norm."""
-    for a, b, c in np.broadcast_to(newton_schulz.coefficients_of(name, 5), (5, 3)).astype(float):
-        values = a * values + b * values**3 + c * values**5
+    """The polynomials of all steps, in float64, of singular values divided by the norm."""
+    steps = newton_schulz.STEPS[name]
+    table = np.asarray(newton_schulz.coefficients_of(name, steps), float)
+    for terms in np.broadcast_to(table, (steps, table.shape[-1])):
+        values = sum(c * values ** (2 * i + 1) for i, c in enumerate(terms))
     return values
 
 
@@ -50,14 +56,17 @@ def main() -> int:
     u, values, vt = np.linalg.svd(x, full_matrices=False)
     values /= np.linalg.norm(values, axis=1, keepdims=True)
     print(f"{'':42}" + "".join(f"{kind:>24}" for kind in KINDS))
-    for name, dtype, segments in itertools.product(
-        newton_schulz.COEFFICIENTS, ("float16", "bfloat16"), SEGMENTS
-    ):
+    cases = (
+        (name, dtype, segments)
+        for name, dtype in itertools.product(newton_schulz.STEPS, ("float16", "bfloat16"))
+        for segments in SEGMENTS[newton_schulz.STEPS[name]]
+    )
+    for name, dtype, segments in cases:
         jax.clear_caches()
-        with mock.patch.object(newton_schulz, "_SEGMENTS", {dtype: segments}):
-            y = newton_schulz.orthogonalize(
-                x.astype("float32"), newton_schulz.coefficients_of(name, 5), dtype
-            )
+        steps = newton_schulz.STEPS[name]
+        table = newton_schulz.coefficients_of(name, steps)
+        with mock.patch.object(newton_schulz, "_SEGMENTS", {(dtype, table.shape[-1]): segments}):
+            y = newton_schulz.orthogonalize(x.astype("float32"), table, dtype, steps=steps)
         y = np.asarray(y, np.float64)
         kept = np.einsum("bji,bjk,bik->bi", u, y, vt)
         line = f"{name:15}{dtype:10}{'+'.join(map(str, segments)):17}"

@@ -47,7 +47,7 @@ ARMS = (
     "fp8_switchback",
     "fp8_tensorwise",
 )
-OPTIMIZERS = ("adamw", "stable_adamw", "muon")
+OPTIMIZERS = ("adamw", "stable_adamw", "muon", "muon_nonic")
 RATES = (3e-4, 8e-4, 2e-3, 5e-3, 1.2e-2)
 GAINS = (1.0, 30.0)
 PLACES = (
@@ -55,7 +55,8 @@ PLACES = (
     "hidden",
 )  # of planted outliers: after every RMSNorm, or in the products of SwiGLU
 DOWN = r"blocks/\d+/mlp/down"  # the layers that read the products of SwiGLU
-REMEDIES = ("down_16", "smooth")  # for outliers in them
+SMOOTH = {"smooth": 1.0, "half_smooth": 0.5}  # powers, see `smoothed`
+REMEDIES = ("down_16", *SMOOTH)  # for outliers in them
 TESTS = ("different", "equivalent", "not_worse")
 CHANNELS = 6  # with planted outliers
 CHUNK = 100  # steps per call of the compiled program
@@ -117,7 +118,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     flags.add_argument("--rates", nargs="+", type=float, default=RATES, help="of the study rates")
     flags.add_argument("--gains", nargs="+", type=float, default=GAINS, help="of the study planted")
     flags.add_argument("--places", nargs="+", default=PLACES, choices=PLACES, help="the same")
-    flags.add_argument("--optimizers", nargs="+", default=OPTIMIZERS, choices=OPTIMIZERS)
+    flags.add_argument("--optimizers", nargs="+", default=OPTIMIZERS[:3], choices=OPTIMIZERS)
     flags.add_argument(
         "--shape",
         nargs=5,
@@ -449,13 +450,16 @@ def convert(model: Any, arm: str) -> None:
     recipe, _, remedy = arm.partition("+")
     if recipe != "standard":
         quantize_model(model, ({DOWN: "standard"} if remedy else {}) | {LINEAR_LAYERS: recipe})
-    if remedy == "smooth":
+    if remedy in SMOOTH:
         for block in model.blocks:
-            block.mlp.down.dot_general = smoothed(dot_general(recipe))
+            block.mlp.down.dot_general = smoothed(dot_general(recipe), SMOOTH[remedy])
 
 
-def smoothed(product: Callable) -> Callable:
-    """A product whose x has channels of like magnitude: each is divided by a power of two, w multiplied.
+def smoothed(product: Callable, power: float) -> Callable:
+    """A product that divides large channels of x, and multiplies the rows of w by the same.
+
+    The divisor is a power of two near the largest magnitude of a channel over the median one, to a power: 1
+    is Smooth-SwiGLU, 1/2 divides the outliers between x and w, as SmoothQuant does.
 
     References:
       Fishman et al., "Scaling FP8 training to trillion-token LLMs", 2024, https://arxiv.org/abs/2409.12517
@@ -467,7 +471,8 @@ def smoothed(product: Callable) -> Callable:
         tokens = tuple(range(x.ndim - 1))
         largest = jnp.max(jnp.abs(jax.lax.stop_gradient(x)), axis=tokens, keepdims=True)
         largest = jnp.maximum(largest.astype(jnp.float32), 2.0**-60)
-        scale = jnp.exp2(jnp.round(jnp.log2(largest / jnp.median(largest)))).astype(x.dtype)
+        ratio = power * jnp.log2(largest / jnp.median(largest))
+        scale = jnp.exp2(jnp.round(ratio)).astype(x.dtype)
         return product(x / scale, w * scale.reshape(-1, 1).astype(w.dtype), *args, **kwargs)
 
     return run
@@ -518,7 +523,7 @@ def stable(hyper: Hyper) -> Any:
     return optax.chain(optax.clip_by_global_norm(1.0), tail)
 
 
-def muon(hyper: Hyper) -> Any:
+def muon(hyper: Hyper, coefficients: str = "quintic") -> Any:
     import optax
 
     import swjax.optax
@@ -529,12 +534,14 @@ def muon(hyper: Hyper) -> Any:
         b2=0.95,
         weight_decay=0.1,
         mask=is_matrix,
-        dtype="bfloat16",
+        dtype="float16",
+        coefficients=coefficients,
     )
     return optax.chain(optax.clip_by_global_norm(1.0), tail)
 
 
-OPTIMIZER = dict(zip(OPTIMIZERS, (adamw, stable, muon), strict=True))
+muon_nonic = functools.partial(muon, coefficients="nonic")
+OPTIMIZER = dict(zip(OPTIMIZERS, (adamw, stable, muon, muon_nonic), strict=True))
 
 
 # --- results ------------------------------------------------------------------------------------------

@@ -173,7 +173,7 @@ class Run:
         return step % self.every == 0 or step == self.settings["steps"]
 
     def record(self, step: int, val_loss: jax.Array, state: Any) -> None:
-        """Prints and stores the progress, in nats a byte, and saves the state."""
+        """Prints and stores the progress since the last line, in nats a byte, and saves the state."""
         loss = float(jnp.stack(self.losses).mean())
         seconds, steps = time.perf_counter() - self.began[0], step - self.began[1]
         speed = steps * self.tokens / seconds
@@ -186,7 +186,7 @@ class Run:
             f"{speed:,.0f} bytes/s  {left:.0f} s left",
             flush=True,
         )
-        self.losses = []
+        self.losses, self.began = [], (time.perf_counter(), step)
         self.checkpoints.save(step, args=ocp.args.StandardSave(state))
 
 

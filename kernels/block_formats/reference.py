@@ -7,7 +7,7 @@ computes what matrix units for these formats do. The product of e4m3 and a float
 float32.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from swjax.kernels.formats import (
     spacing_of,
     to_float32,
 )
+from swjax.kernels.products.reference import matmul
 
 SCALES = ("float32", "float8_e8m0fnu", "float8_e4m3fn")
 # The largest magnitude of each element format, and its binary exponent.
@@ -292,6 +293,53 @@ def _pairs_of_last_axis(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(packed, x.dtype).reshape(x.shape)
 
 
+def quantize_segments(
+    x: jax.Array, *, axes: tuple[int, ...], dtype: str, block: int
+) -> tuple[Blocks, ...]:
+    """Quantizes x for products that sum over its last axis, over its rows, or one of each.
+
+    Args:
+      x: [..., n] float16, bfloat16 or float32, with m rows.
+      axes: for each result, -1 for neighbours along the last axis, or 0 for neighbours among the rows.
+      dtype: see `quantize_blocks`; scales are float32.
+      block: elements of a segment. It divides the length of the axis.
+
+    Returns:
+      For each axis a Blocks, whose last axis is the one to sum over: values [..., n] and scales [..., n /
+      block] for -1, values [n, m] and scales [n, m / block] for 0.
+
+    >>> along, across = quantize_segments(jnp.ones((2, 4)), axes=(-1, 0), dtype="float8_e4m3fn", block=2)
+    >>> along.values.shape, along.scales.shape, across.values.shape, across.scales.shape
+    ((2, 4), (2, 2), (4, 2), (4, 1))
+    """
+    options: dict[str, Any] = {"dtype": dtype, "block": block, "scale": "float32"}
+
+    def along(axis: int) -> Blocks:
+        x_ = x if axis == -1 else x.reshape(-1, x.shape[-1])
+        return for_matrix_units(quantize_blocks(x_, axis, **options), axis, **options)
+
+    return tuple(map(along, axes))
+
+
+def quantize_squares(w: jax.Array, *, dtype: str, block: int) -> tuple[Blocks, Blocks]:
+    """Quantizes `block` x `block` elements of a weight, for both products that read it.
+
+    Args:
+      w: [k, n] float16, bfloat16 or float32; the block divides k and n.
+      dtype, block: see `quantize_segments`.
+
+    Returns:
+      Blocks for a sum over k, with values [n, k] and scales [n / block, k / block]; and for a sum over n.
+
+    >>> over_k, over_n = quantize_squares(jnp.ones((2, 4)), dtype="float8_e4m3fn", block=2)
+    >>> over_k.values.shape, over_k.scales.shape, over_n.scales.shape
+    ((4, 2), (2, 1), (1, 2))
+    """
+    q = quantize_blocks(w, 0, dtype=dtype, block=block, scale="float32", square=True)
+    q = q._replace(values=q.values.astype(dtype))
+    return Blocks(q.values.T, q.scales.T, q.scale), q
+
+
 def block_matmul(
     a: Blocks,
     b: Blocks,
@@ -300,14 +348,15 @@ def block_matmul(
     *,
     out_dtype: str,
 ) -> jax.Array:
-    """``a bT + bias + addend`` of two arrays of `for_matrix_units`, multiplied by matrix units that can.
+    """``a bT + bias + addend`` of two arrays in block formats, multiplied by matrix units that can.
 
     XLA for Blackwell multiplies MXFP8 and NVFP4 as they are, and sums in float32. Elsewhere it multiplies
-    values times scales, which bfloat16 holds exactly.
+    values times scales, which bfloat16 holds exactly. With float32 scales, values times scales are rounded to
+    float32 and multiplied in float32; kernels may instead multiply the exact sums of a block by both scales.
 
     Args:
-      a: [..., k].
-      b: [n, k].
+      a: values [..., k] and scales [..., k / block].
+      b: values [n, k] and scales [n, k / block], or with float32 scales [n / block, k / block].
       bias: [n] or None.
       addend: [..., n] or None.
       out_dtype: dtype of the result.
@@ -320,6 +369,9 @@ def block_matmul(
     >>> block_matmul(x, x, out_dtype="float32").tolist()
     [[2.0]]
     """
+    if a.scales.dtype == jnp.float32:
+        operands = (QTensor(_dequantized(q), q.scale) for q in (a, b))
+        return matmul(*operands, bias, addend, out_dtype=out_dtype)
     values, scales = (part.reshape(-1, part.shape[-1]) for part in (a.values, a.scales))
     y = lax.scaled_dot(
         values,
@@ -332,6 +384,15 @@ def block_matmul(
     y = y * (a.scale.reshape(()) * b.scale.reshape(()))
     y = y if bias is None else y + to_float32(bias).reshape((1,) * (y.ndim - 1) + bias.shape)
     return (y if addend is None else y + to_float32(addend)).astype(out_dtype)
+
+
+def _dequantized(q: Blocks) -> jax.Array:
+    """Values times float32 scales, of segments or of squares."""
+    block = q.values.shape[-1] // q.scales.shape[-1]
+    scales = jnp.repeat(q.scales, block, axis=-1)
+    if q.scales.shape[0] < q.values.shape[0]:
+        scales = jnp.repeat(scales, block, axis=0)
+    return q.values.astype(jnp.float32) * scales
 
 
 def _split(x: jax.Array, axis: int, block: int) -> jax.Array:

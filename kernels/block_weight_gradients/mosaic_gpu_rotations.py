@@ -77,7 +77,7 @@ class Turns(NamedTuple):
     total: jax.Array
 
     @classmethod
-    def of(cls, warpgroup: jax.Array, used: jax.Array, steps: int) -> "Turns":
+    def of(cls, warpgroup: jax.Array, used: jax.Array, steps: jax.Array | int) -> "Turns":
         """Counted over all units, the steps of warpgroup 0 are even, and those of warpgroup 1 are odd."""
         first = lax.rem(used + warpgroup, 2)
         return cls(used, first, (steps + 1 - first) // 2)
@@ -105,7 +105,7 @@ class Rotation:
         a factor of the block is 0; None: all factors are 1.
       values: [n, blocks of tokens * length].
       scale: [blocks of tokens, n].
-      steps: number of steps of a unit.
+      steps: number of steps of a block of tokens.
       blocks: number of blocks of threads that share the units.
       block: number of this block of threads.
       scratch: its shared memory.
@@ -121,9 +121,18 @@ class Rotation:
     block: jax.Array
     scratch: RotationScratch
 
+    def count(self) -> jax.Array | int:
+        """Returns the number of blocks of tokens."""
+        return self.scale.shape[0]
+
+    def span(self, number: jax.Array) -> tuple[jax.Array, jax.Array | int, jax.Array]:
+        """Returns the first token of a block, the number of its steps, and the place of its first value."""
+        first = number * self.steps * ROTATION
+        return first, self.steps, first
+
     def units(self) -> jax.Array:
-        count, n = self.scale.shape
-        return pipeline.unit_count(count * pl.cdiv(n, COLUMNS), self.block, self.blocks)
+        across = pl.cdiv(self.scale.shape[1], COLUMNS)
+        return pipeline.unit_count(self.count() * across, self.block, self.blocks)
 
     def place(self, unit: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the block of tokens of a unit, and its first column."""
@@ -136,18 +145,19 @@ class Rotation:
 
         def copy_unit(unit, used):
             number, column = self.place(unit)
+            first, steps, _ = self.span(number)
 
             def copy_step(s, used):
                 pipeline.wait_for_slot(self.scratch.empty, used, STAGES)
                 slot = lax.rem(used, STAGES)
-                tokens = pl.ds((number * self.steps + s) * ROTATION, ROTATION)
+                tokens = pl.ds(first + s * ROTATION, ROTATION)
                 source = self.x.at[tokens, pl.ds(column, COLUMNS)]
                 plgpu.copy_gmem_to_smem(
                     source, self.scratch.ring.at[slot], self.scratch.full.at[slot]
                 )
                 return used + 1
 
-            return lax.fori_loop(0, self.steps, copy_step, used)
+            return lax.fori_loop(0, steps, copy_step, used)
 
         used = lax.fori_loop(0, self.units(), copy_unit, 0)
         empty = lambda s, _: pipeline.wait_for_slot(self.scratch.empty, used + s, STAGES)
@@ -158,11 +168,12 @@ class Rotation:
         plgpu.barrier_wait(self.scratch.matrix_full)
 
         def compute_unit(unit, used):
-            turns = Turns.of(warpgroup, used, self.steps)
+            _, steps, _ = self.span(self.place(unit)[0])
+            turns = Turns.of(warpgroup, used, steps)
             absmax = self.exchange(warpgroup, lax.rem(unit, 2), self.find_largest(unit, turns))
             self.write_scale(warpgroup, unit, absmax)
             self.write_values(warpgroup, unit, turns, LARGEST["int8"] / absmax)
-            return used + self.steps
+            return used + steps
 
         lax.fori_loop(0, self.units(), compute_unit, 0)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -239,6 +250,7 @@ class Rotation:
     ) -> None:
         """Quantizes and writes the steps of this warpgroup."""
         number, column = self.place(unit)
+        _, _, to = self.span(number)
         factor = lax.broadcast_in_dim(factor, (COLUMNS, ROTATION), (0,))
 
         def turn(i, _):
@@ -250,7 +262,7 @@ class Rotation:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             buffer[...] = values
             plgpu.commit_smem()
-            tokens = pl.ds((number * self.steps + turns.step(i)) * ROTATION, ROTATION)
+            tokens = pl.ds(to + turns.step(i) * ROTATION, ROTATION)
             plgpu.copy_smem_to_gmem(buffer, self.values.at[pl.ds(column, COLUMNS), tokens])
 
         lax.fori_loop(0, turns.total, turn, None)
@@ -288,9 +300,25 @@ def quantize_blocks(
         work = Rotation(x, matrix, of_tokens, values, scale, steps, blocks, block, scratch)
         pipeline.specialize(work.copy, work.compute)
 
-    buffers = RotationScratch(
-        ring=pipeline.buffer((STAGES, ROTATION, COLUMNS), x.dtype),
-        matrix=pipeline.buffer((ROTATION, ROTATION), x.dtype),
+    out = (
+        jax.ShapeDtypeStruct((n, count * length), jnp.int8),
+        jax.ShapeDtypeStruct((count, n), jnp.float32),
+    )
+    run = pipeline.kernel(
+        weight_gradient_rotation_kernel,
+        out,
+        shared_memory(x.dtype),
+        blocks=blocks,
+        interpret=interpret,
+    )
+    return run(x, matrix(x.dtype), *factors)
+
+
+def shared_memory(dtype: jax.typing.DTypeLike) -> RotationScratch:
+    """The shared memory of a kernel for an x of this dtype."""
+    return RotationScratch(
+        ring=pipeline.buffer((STAGES, ROTATION, COLUMNS), dtype),
+        matrix=pipeline.buffer((ROTATION, ROTATION), dtype),
         values=pipeline.buffer((2, COLUMNS, ROTATION), jnp.int8),
         largest=plgpu.SMEM((2, 2, COLUMNS), jnp.float32),
         scale=plgpu.SMEM((COLUMNS,), jnp.float32),
@@ -299,14 +327,11 @@ def quantize_blocks(
         matrix_full=plgpu.Barrier(),
         exchange=plgpu.Barrier(num_arrivals=2),
     )
-    out = (
-        jax.ShapeDtypeStruct((n, count * length), jnp.int8),
-        jax.ShapeDtypeStruct((count, n), jnp.float32),
-    )
-    run = pipeline.kernel(
-        weight_gradient_rotation_kernel, out, buffers, blocks=blocks, interpret=interpret
-    )
-    return run(x, jnp.asarray(rotation_matrix(ROTATION).T, x.dtype), *factors)
+
+
+def matrix(dtype: jax.typing.DTypeLike) -> jax.Array:
+    """The rotation matrix that the kernels read."""
+    return jnp.asarray(rotation_matrix(ROTATION).T, dtype)
 
 
 def _by_block(present: jax.Array, count: int, length: int) -> tuple[jax.Array, jax.Array]:

@@ -22,11 +22,11 @@ TILE = 128  # output rows and columns per multiplying program, and tokens per st
 
 @triton.jit
 def rotated_tokens(
-    x_ptr, present_ptr, h, row, column, end, N: tl.constexpr, ALL: tl.constexpr
+    x_ptr, present_ptr, h, row, column, begin, end, N: tl.constexpr, ALL: tl.constexpr
 ):  # fmt: skip
-    """Rotates some tokens of x: float32 [columns, rotated tokens], with zeros from token `end` on and, unless
-    ALL, for tokens that are absent."""
-    known = row < end
+    """Rotates some tokens of x: float32 [columns, rotated tokens], with zeros before token `begin`, from
+    token `end` on and, unless ALL, for tokens that are absent."""
+    known = (row >= begin) & (row < end)
     if not ALL:
         known &= tl.load(present_ptr + row, mask=known, other=0.0) != 0
     inside = known[:, None] & (column < N)[None, :]
@@ -64,7 +64,7 @@ def _weight_gradient_rotation_kernel(
     largest = tl.zeros((BLOCK_N, ROTATION), tl.float32)
     for start in range(0, LENGTH, ROTATION):
         row = first + start + token
-        rotated = rotated_tokens(x_ptr, present_ptr, h, row, column, M, N, ALL)
+        rotated = rotated_tokens(x_ptr, present_ptr, h, row, column, 0, M, N, ALL)
         largest = nan_maximum(largest, tl.abs(rotated))
     absmax = tl.reduce(largest, 1, nan_maximum)
     absmax = nan_maximum(absmax, tl.full(absmax.shape, SMALLEST, tl.float32))
@@ -72,7 +72,7 @@ def _weight_gradient_rotation_kernel(
     factor = tl.div_rn(tl.full(absmax.shape, LARGEST, tl.float32), absmax)[:, None]
     for start in range(0, LENGTH, ROTATION):
         row = first + start + token
-        rotated = rotated_tokens(x_ptr, present_ptr, h, row, column, M, N, ALL)
+        rotated = rotated_tokens(x_ptr, present_ptr, h, row, column, 0, M, N, ALL)
         values = to_quantized(rotated * factor, values_ptr.dtype.element_ty)
         at = column[:, None].to(tl.int64) * (BLOCKS * LENGTH) + row[None, :]
         tl.store(values_ptr + at, values, mask=known[:, None])

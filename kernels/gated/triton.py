@@ -128,14 +128,13 @@ def gated(
 def _gated_backward_kernel(
     gate_ptr,  # [M, WIDTH], as the next two
     up_ptr,
-    gradient_ptr,
+    gradient_ptr,  # overwritten with h, the result of the forward pass, if RECOMPUTE
     dgate_ptr,  # [M, WIDTH]
     dup_ptr,  # [M, WIDTH]
     dgate_values_ptr,  # [M, WIDTH]
     dgate_scale_ptr,  # [M]
     dup_values_ptr,  # [M, WIDTH]
     dup_scale_ptr,  # [M]
-    h_ptr,  # [M, WIDTH], the result of the forward pass
     M: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
@@ -143,7 +142,7 @@ def _gated_backward_kernel(
     CHUNKS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     QUANTIZE: tl.constexpr,
-    RECOMPUTE: tl.constexpr,  # whether to write h
+    RECOMPUTE: tl.constexpr,
     LARGEST: tl.constexpr,
     INVERSE: tl.constexpr,
     STAGES: tl.constexpr,
@@ -166,7 +165,8 @@ def _gated_backward_kernel(
             value = _value(gate, ACTIVATION)
             if RECOMPUTE:
                 h = round_to(value * up, dtype)[0]
-                store_chunk(h_ptr, h, block, i, M, WIDTH, ROWS, CHUNK)
+                # A thread writes the elements that it has read, and no other thread reads them.
+                store_chunk(gradient_ptr, h, block, i, M, WIDTH, ROWS, CHUNK)
             dup, exact = round_to(gradient * value, dtype)
             store_chunk(dup_ptr, dup, block, i, M, WIDTH, ROWS, CHUNK)
             dups = dups + (dup,)
@@ -206,21 +206,20 @@ def gated_backward(
         q = [quantize(d, dtype=quantize_to) if quantize_to else None for d in (dgate, dup)]
         return dgate, dup, q[0], q[1], None if h is None else h.reshape(shape)
     tile = tile or tiles.row_tile("gated_backward", shape[-1])
+    assert tile.rows * tile.chunk >= 32 * tile.warps, (
+        "threads that share elements read what others write"
+    )
     persistent = tile.stages > 1
     rows = jax.ShapeDtypeStruct(shape, gate.dtype)
     quantized = chunks.quantized_outputs(gate, quantize_to)
-    dgate, dup, dgate_values, dgate_scale, dup_values, dup_scale, h = launcher.call(
+    gradient = gradient.astype(gate.dtype)
+    h_ref = jax.new_ref(gradient) if recompute else None  # in the memory of the gradient
+    dgate, dup, dgate_values, dgate_scale, dup_values, dup_scale = launcher.call(
         gate,
         up,
-        gradient,
+        gradient if h_ref is None else h_ref,
         kernel=_gated_backward_kernel,
-        out_type=(
-            rows,
-            rows,
-            *quantized,
-            *quantized,
-            launcher.output(recompute, shape, gate.dtype),
-        ),
+        out_type=(rows, rows, *quantized, *quantized),
         grid=(chunks.program_count(gate, tile, persistent=persistent),),
         num_warps=tile.warps,
         ACTIVATION=activation,
@@ -234,7 +233,7 @@ def gated_backward(
         dup,
         chunks.qtensor(dgate_values, dgate_scale, quantize_to),
         chunks.qtensor(dup_values, dup_scale, quantize_to),
-        h if recompute else None,
+        None if h_ref is None else jax.freeze(h_ref),
     )
 
 

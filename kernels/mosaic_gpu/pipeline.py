@@ -158,7 +158,9 @@ def _multiply_units(work: Work, scratch: Scratch, units: jax.Array, half: jax.Ar
     """Multiplies and writes one half of each unit: a compute warpgroup."""
 
     def multiply_unit(unit, used):
-        def sum_steps(first, count, during=None, before=None):
+        def sum_steps(first, count, during=None, before=None, fold=None):
+            if fold:
+                return _fold_steps(work, scratch, used + first, count, half, *fold)
             return _sum_steps(work, scratch, used + first, count, half, during, before)
 
         work.store(unit, work.total(unit, half, sum_steps), half)
@@ -202,6 +204,39 @@ def _sum_steps(
 
     sums = plgpu.WGMMAAccumulatorRef((HALF, work.columns), jnp.dtype(work.sum_dtype))
     return pl.run_scoped(multiply_steps, sums=sums)
+
+
+def _fold_steps(work, scratch, used, count, half, prepare, add, initial, unroll):
+    """Folds the sums of `count` steps from step `used` on, each of them on its own."""
+    allocate = plgpu.WGMMAAccumulatorRef((HALF, work.columns), jnp.dtype(work.sum_dtype))
+
+    def finish(step, prepared, sums, total, wait):
+        value = plgpu.wgmma_accumulator_load(sums, wait_n=wait)
+        plgpu.barrier_arrive(scratch.empty.at[lax.rem(used + step, work.stages)])
+        return add(prepared, value, total)
+
+    def chunk(first, length, total):
+        def step(i, before, total):
+            def issue(sums):
+                slot = lax.rem(used + first + i, work.stages)
+                prepared = prepare(first) if before is None else None
+                plgpu.barrier_wait(scratch.full.at[slot])
+                work.multiply(sums, slot, half)
+                done = total
+                if before is not None:
+                    done = finish(first + i - 1, *before, total, 1)
+                    prepared = prepare(first + i)
+                if i + 1 < length:
+                    return step(i + 1, (prepared, sums), done)
+                return finish(first + i, prepared, sums, done, 0)
+
+            return pl.run_scoped(issue, sums=allocate)
+
+        return step(0, None, total)
+
+    whole, rest = divmod(count, unroll)
+    total = lax.fori_loop(0, whole, lambda i, total: chunk(i * unroll, unroll, total), initial)
+    return chunk(whole * unroll, rest, total) if rest else total
 
 
 def unit_count(total: int, block: jax.Array, blocks: int) -> jax.Array:

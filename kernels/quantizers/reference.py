@@ -39,7 +39,12 @@ def quantize(
 
 
 def quantize_by(
-    x: jax.Array, absmax: jax.Array, dtype: str = "int8", *, transpose: bool = False
+    x: jax.Array,
+    absmax: jax.Array,
+    dtype: str = "int8",
+    *,
+    transpose: bool = False,
+    clip: bool = False,
 ) -> QTensor:
     """Like `quantize`, with known absolute maxima, such as the maxima of the global array of a shard `x`.
 
@@ -47,55 +52,64 @@ def quantize_by(
       x: [...] float16, bfloat16 or float32.
       absmax: float32 with the rank of x, and length 1 along the axes that one scale spans.
       dtype, transpose: see `quantize`.
+      clip: for fp8 and an `absmax` that elements may exceed, as that of a constant scale: larger elements are
+        clipped, and elements that are not finite become NaN.
 
     Returns:
       A QTensor.
 
     Raises:
-      ValueError: the dtype is not a quantized dtype, or x has no floating dtype.
+      ValueError: the dtype is not a quantized dtype, or int8 with `clip`, or x has no floating dtype.
 
     >>> quantize_by(jnp.array([[1.0, -2.0]]), jnp.array([[4.0]])).values.tolist()
     [[32, -64]]
+    >>> scale_2 = static_absmax(2.0, "float8_e4m3fn", ndim=1)
+    >>> quantize_by(jnp.array([0.3, 2000.0]), scale_2, "float8_e4m3fn", clip=True).values.tolist()
+    [0.15625, 448.0]
     """
+    check_clip(dtype, clip)
     if dtype not in LARGEST:
         raise ValueError(f"dtype must be one of {', '.join(LARGEST)}, got {dtype!r}")
     absmax = jnp.maximum(absmax, SMALLEST_ABSMAX)
     # One division per scale, not one per element.
     scaled = to_float32(x) * formats.divide(LARGEST[dtype], absmax)
+    if clip:
+        inside = jnp.clip(scaled, -LARGEST[dtype], LARGEST[dtype])
+        scaled = jnp.where(jnp.isfinite(scaled), inside, jnp.nan)
     scaled = jnp.round(scaled) if dtype == "int8" else formats.round_to_fp8(scaled, dtype)
     q = QTensor(scaled.astype(dtype), formats.scale_of(absmax, dtype))
     return q.T if transpose else q
 
 
-def quantize_static(x: jax.Array, scale: float, dtype: str) -> QTensor:
-    """Like `quantize` with a constant scale, so that no pass over x finds a maximum: for values near 1.
-
-    Values beyond the range of `dtype` are clipped. Non-finite elements become NaN.
+def static_absmax(scale: float, dtype: str, ndim: int) -> jax.Array:
+    """The `absmax` of `quantize_by` for a constant scale: float32 with `ndim` axes of length 1.
 
     Args:
-      x: [...] float16, bfloat16 or float32.
-      scale: a power of two.
+      scale: a power of two, so that the scale of the result is this one, without rounding.
       dtype: "float8_e4m3fn" or "float8_e5m2".
+      ndim: rank of the array to quantize.
 
-    Returns:
-      A QTensor; its scale has one element.
-
-    >>> quantize_static(jnp.array([1.0, 0.3, 2000.0]), 2.0, "float8_e4m3fn").values.tolist()
-    [0.5, 0.15625, 448.0]
+    >>> static_absmax(0.5, "float8_e4m3fn", ndim=1).tolist()
+    [224.0]
     """
-    scaled = to_float32(x) * (1 / scale)
-    values = formats.round_to_fp8(jnp.clip(scaled, -LARGEST[dtype], LARGEST[dtype]), dtype)
-    values = jnp.where(jnp.isfinite(scaled), values, jnp.nan).astype(dtype)
-    return QTensor(values, jnp.full((1,) * x.ndim, scale, jnp.float32))
+    return jnp.full((1,) * ndim, scale * LARGEST[dtype], jnp.float32)
 
 
-def quantize_both(x: jax.Array, absmax: jax.Array, dtype: str = "int8") -> tuple[QTensor, QTensor]:
-    """Quantizes a weight and its transpose with one scale, in one pass; or each weight of a stack.
+def check_clip(dtype: str, clip: bool) -> None:
+    """Raises a ValueError if values would be clipped to integers, which have no NaN."""
+    if clip and dtype == "int8":
+        raise ValueError("clip needs a dtype with a NaN, got 'int8': use fp8, or clip=False")
+
+
+def quantize_both(
+    x: jax.Array, absmax: jax.Array, dtype: str = "int8", *, clip: bool = False
+) -> tuple[QTensor, QTensor]:
+    """Quantizes a matrix and its transpose with one scale, in one pass; or each matrix of a stack.
 
     Args:
       x: [..., k, n] float16, bfloat16 or float32.
-      absmax: [..., p] float32, absolute maxima of p parts of a weight; the function uses the largest.
-      dtype: see `quantize`.
+      absmax: [..., p] float32, absolute maxima of p parts of a matrix; the function uses the largest.
+      dtype, clip: see `quantize_by`.
 
     Returns:
       QTensors with values [..., k, n] and [..., n, k], and the same scale [..., 1, 1].
@@ -105,7 +119,7 @@ def quantize_both(x: jax.Array, absmax: jax.Array, dtype: str = "int8") -> tuple
     ([[32, -64]], [[32], [-64]])
     """
     largest = formats.absolute_maximum(absmax, (-1,))[..., None]
-    q = quantize_by(x, largest, dtype)
+    q = quantize_by(x, largest, dtype, clip=clip)
     return q, QTensor(q.values.mT, q.scale)
 
 

@@ -11,6 +11,7 @@ import triton.language as tl
 from swjax.kernels import tiles
 from swjax.kernels.availability import Unavailable
 from swjax.kernels.formats import INVERSE, LARGEST, QTensor, absolute_maximum
+from swjax.kernels.quantizers.reference import check_clip
 from swjax.kernels.triton_gpu import chunks, launcher
 from swjax.kernels.triton_gpu.arithmetic import nan_maximum, to_quantized
 from swjax.kernels.triton_gpu.chunks import (
@@ -145,6 +146,7 @@ def _quantize_by_kernel(
     PARTS: tl.constexpr,  # number of parts of a tensor, each with its maximum
     STRAIGHT: tl.constexpr,  # whether to write the values
     TRANSPOSED: tl.constexpr,  # whether to write their transpose
+    CLIP: tl.constexpr,
     LARGEST: tl.constexpr,
     INVERSE: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -179,25 +181,33 @@ def _quantize_by_kernel(
     if first:
         tl.store(scale_ptr + at, absmax * INVERSE, mask=known)
     factor = tl.div_rn(tl.full(absmax.shape, LARGEST, tl.float32), absmax)
-    factor = factor[:, None] if SCOPE == "row" else factor[None, :]
+    x *= factor[:, None] if SCOPE == "row" else factor[None, :]
+    if CLIP:  # a conversion of infinity gives the largest value
+        x = tl.where(tl.abs(x) < float("inf"), tl.clamp(x, -LARGEST, LARGEST), float("nan"))
     if STRAIGHT:
-        values = to_quantized(x * factor, values_ptr.dtype.element_ty)
+        values = to_quantized(x, values_ptr.dtype.element_ty)
         tl.store(values_ptr + row[:, None] * N + column[None, :], values, mask=inside)
     if TRANSPOSED:
-        values = to_quantized(x * factor, transposed_ptr.dtype.element_ty)
+        values = to_quantized(x, transposed_ptr.dtype.element_ty)
         at = column[:, None].to(tl.int64) * M + row[None, :]
         tl.store(transposed_ptr + at, tl.trans(values), mask=tl.trans(inside))
 
 
 def quantize_by(
-    x: jax.Array, absmax: jax.Array, dtype: str = "int8", *, transpose: bool = False
+    x: jax.Array,
+    absmax: jax.Array,
+    dtype: str = "int8",
+    *,
+    transpose: bool = False,
+    clip: bool = False,
 ) -> QTensor:
     """`reference.quantize_by` for row-wise scales, one scale, or scales along the last axis."""
     if absmax.size == 1:
         scope = "tensor"
     else:
         scope = "row" if absmax.shape[-1] == 1 else "column"
-    outputs = {"straight": not transpose, "transposed": transpose}
+    check_clip(dtype, clip)
+    outputs = {"straight": not transpose, "transposed": transpose, "clip": clip}
     values, transposed, scale = _quantize_matrix(x, absmax, dtype, scope, **outputs)
     scale = scale.reshape(absmax.shape)
     return QTensor(transposed, scale.T) if transpose else QTensor(values.reshape(x.shape), scale)
@@ -214,11 +224,14 @@ def why_not_quantize_by(x: jax.Array, absmax: jax.Array, *_: Any, **__: Any) -> 
     return why_not_rows(x)
 
 
-def quantize_both(x: jax.Array, absmax: jax.Array, dtype: str = "int8") -> tuple[QTensor, QTensor]:
+def quantize_both(
+    x: jax.Array, absmax: jax.Array, dtype: str = "int8", *, clip: bool = False
+) -> tuple[QTensor, QTensor]:
     """`reference.quantize_both`."""
+    check_clip(dtype, clip)
     if absmax.shape[-1] & (absmax.shape[-1] - 1):  # Triton needs power-of-two sizes
         absmax = absolute_maximum(absmax, (-1,))
-    outputs = {"straight": True, "transposed": True}
+    outputs = {"straight": True, "transposed": True, "clip": clip}
     values, transposed, scale = _quantize_matrix(
         x, absmax, dtype, "tensor", stack=math.prod(x.shape[:-2]), **outputs
     )
@@ -246,6 +259,7 @@ def _quantize_matrix(
     *,
     straight: bool,
     transposed: bool,
+    clip: bool,
     stack: int = 1,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Quantizes the rows of x: values [m, n], transposed values [n, m], as far as requested, and scales;
@@ -258,6 +272,7 @@ def _quantize_matrix(
       scope: span of one scale: "row", "column" or "tensor".
       straight: whether to compute the values.
       transposed: whether to compute their transpose.
+      clip: see `reference.quantize_by`.
       stack: number of matrices in x, each with one scale.
     """
     matrix = x.reshape(-1, x.shape[-1])
@@ -279,6 +294,7 @@ def _quantize_matrix(
         PARTS=absmax.size // stack,
         STRAIGHT=straight,
         TRANSPOSED=transposed,
+        CLIP=clip,
         LARGEST=LARGEST[dtype],
         INVERSE=INVERSE[dtype],
         BLOCK_M=BLOCK,

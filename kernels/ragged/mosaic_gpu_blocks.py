@@ -1,11 +1,10 @@
-"""The int8 weight gradients of groups of rotated rows, on Hopper; Triton rotates the rows.
+"""The int8 weight gradients of groups of rotated rows, on Hopper.
 
 The rotated rows of a group are a multiple of 128, so the pipeline's steps are steps of one group.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -20,8 +19,14 @@ from swjax.kernels.block_weight_gradients.mosaic_gpu import COLUMNS, PIECE, STAG
 from swjax.kernels.block_weight_gradients.mosaic_gpu import why_not as why_not_blocks
 from swjax.kernels.mosaic_gpu import pipeline
 from swjax.kernels.mosaic_gpu.pipeline import HALF, LINE, TILE_M, Ref, Scratch, SumSteps
+from swjax.kernels.ragged.mosaic_gpu_rotations import rotate_blocks
 from swjax.kernels.ragged.mosaic_gpu_weight_gradients import GroupTiles
-from swjax.kernels.ragged.schedule import blocks_of_groups, largest_first, padded_length
+from swjax.kernels.ragged.schedule import (
+    GroupBlocks,
+    blocks_of_groups,
+    largest_first,
+    padded_length,
+)
 
 
 class BlockRefs(NamedTuple):
@@ -148,18 +153,16 @@ def ragged_block_weight_gradient(
 ) -> tuple[jax.Array, ...]:
     """`reference.ragged_block_weight_gradient` for 16-bit operands in int8, with rotations of 128 tokens.
 
-    x is rotated once for all gs. The rotated arrays have at most 127 rows a group more than x and g.
+    x is rotated once for all gs. The rotated arrays have at most 134 rows a group more than x and g.
     """
+    del dtypes  # int8
     m, groups = x.shape[0], len(group_sizes)
-    blocks, blocks_of = blocks_of_groups(group_sizes, m, block, rotation)
+    launch: dict[str, Any] = {"multiprocessors": multiprocessors, "interpret": interpret}
+    blocks = blocks_of_groups(group_sizes, m, block, rotation)
     length = padded_length(m, groups, rotation)
-    rotate = partial(rotate_blocks, blocks=blocks, length=length)
-    (a, a_scale), *of_gs = (
-        rotate(operand, dtype=dtype)
-        for operand, dtype in zip((x, *gs), (dtypes[0], *dtypes[1:] * len(gs)))
-    )
+    (a, a_scale), *of_gs = (rotate_blocks(each, blocks, length, **launch) for each in (x, *gs))
     a_scale /= rotation  # exact: both operands are sqrt(rotation) too large
-    tables = _tables(blocks, blocks_of, block)
+    tables = _tables(blocks, block)
 
     def product(b, b_scale):
         k, n = len(a), len(b)
@@ -191,30 +194,18 @@ def ragged_block_weight_gradient(
     return tuple(product(*of_g) for of_g in of_gs)
 
 
-def rotate_blocks(x: jax.Array, **options: Any) -> tuple[jax.Array, jax.Array]:
-    """`triton.rotate_blocks`; imported where it is called, because tests interpret it in another process."""
-    from swjax.kernels.ragged import triton
-
-    return triton.rotate_blocks(x, **options)
-
-
-def _tables(blocks: jax.Array, blocks_of: jax.Array, block: int) -> tuple[jax.Array, ...]:
+def _tables(blocks: GroupBlocks, block: int) -> tuple[jax.Array, ...]:
     """The tables of `BlockRefs`."""
-    order, first, count = largest_first(*blocks_of)
-    known, last = count > 0, jnp.maximum(first + count - 1, 0)
+    order, first, count = largest_first(blocks.first_block, blocks.counts)
+    last = jnp.maximum(first + count - 1, 0)
     # All blocks but the last one have `block` rows.
-    last_steps = (blocks[1][last] + LINE - 1) // LINE
-    steps = jnp.where(known, (count - 1) * (block // LINE) + last_steps, 0)
-    return order, first, count, blocks[2][first] // LINE, steps
+    last_steps = (blocks.end[last] - blocks.first[last] + LINE - 1) // LINE
+    steps = jnp.where(count > 0, (count - 1) * (block // LINE) + last_steps, 0)
+    return order, first, count, blocks.to[first] // LINE, steps
 
 
 def why_not_block_weight_gradient(
     x: jax.Array, gs: tuple[jax.Array, ...], *_: Any, **options: Any
 ) -> Unavailable | None:
     """Why `ragged_block_weight_gradient` cannot multiply these; None: it can."""
-    from swjax.kernels import dispatch
-
-    for g in gs:
-        if reason := why_not_blocks(x, g, **options):
-            return reason
-    return dispatch.why_not("triton", "ragged_block_weight_gradient", x, gs, *_, **options)
+    return next(filter(None, (why_not_blocks(x, g, **options) for g in gs)), None)

@@ -1,5 +1,7 @@
 """The specification of products of rows that are sorted by group: the layers of experts."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -9,7 +11,7 @@ from swjax.kernels import targets
 from swjax.kernels.formats import QTensor, to_float32
 from swjax.kernels.products.reference import matmul
 from swjax.kernels.quantizers.reference import quantize
-from swjax.kernels.ragged.schedule import bounds, group_of_rows, row_tiles
+from swjax.kernels.ragged.schedule import ALIGNMENT, blocks_of_groups, bounds, group_of_rows
 from swjax.kernels.rotations.reference import rotate
 
 # Sums over the rows of each group: the product of a weight gradient.
@@ -129,9 +131,9 @@ def ragged_block_weight_gradient(
 ) -> tuple[jax.Array, ...]:
     """``xT g`` of the rows of each group, for each g, from 8-bit products: see `block_weight_gradient`.
 
-    The rows of a group are cut into blocks of `block` rows; its last block may be shorter. Each `rotation`
-    consecutive rows of a group are rotated together; zeros fill up the last of them. Rows of two groups are
-    never rotated together.
+    The rows of a group are cut into blocks of `block` rows, which start at multiples of 8; the last may be
+    shorter. Each `rotation` consecutive rows of a block are rotated together. Zeros stand for rows of other
+    groups, and fill up the last rotation.
 
     Args:
       x: [m, k] float16, bfloat16 or float32.
@@ -154,11 +156,14 @@ def ragged_block_weight_gradient(
     dws = tuple(jnp.zeros((groups, x.shape[1], g.shape[1]), jnp.float32) for g in gs)
     if not m:
         return tuple(dw.astype(out_dtype) for dw in dws)
-    row = jnp.arange(min(block, -(-m // rotation) * rotation), dtype=jnp.int32)
+    alignment = math.gcd(ALIGNMENT, rotation)
+    longest = -(-(m + alignment - 1) // rotation) * rotation
+    row = jnp.arange(min(block, longest), dtype=jnp.int32)
+    blocks = blocks_of_groups(group_sizes, m, block, rotation, alignment)
 
-    def add_block(dws, tile):
-        group, first, end = tile
-        known = ((first + row < end) & (group < groups))[:, None]
+    def add_block(dws, of_block):
+        group, first, start, end = of_block
+        known = ((first + row >= start) & (first + row < end))[:, None]
 
         def quantized(a, dtype):
             rows = jnp.where(known, jnp.take(a, first + row, axis=0, mode="clip"), 0)
@@ -170,5 +175,5 @@ def ragged_block_weight_gradient(
         )
         return tuple(dw.at[group].add(y, mode="drop") for dw, y in zip(dws, products)), None
 
-    dws, _ = lax.scan(add_block, dws, row_tiles(group_sizes, m, block).T)
+    dws, _ = lax.scan(add_block, dws, blocks[:4])
     return tuple((dw / rotation).astype(out_dtype) for dw in dws)

@@ -4,6 +4,8 @@ Group sizes are values of the program, so JAX computes these tables on the devic
 leads to a row outside of the arrays.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
@@ -125,18 +127,42 @@ def group_of_rows(group_sizes: jax.Array, m: int) -> jax.Array:
     return jnp.searchsorted(ends, jnp.arange(m, dtype=ends.dtype), side="right")
 
 
+class GroupBlocks(NamedTuple):
+    """The rows of each group in blocks, which start at multiples of ALIGNMENT, and their places in an array
+    of padded groups.
+
+    A group's first block may start in the group before, and its last one may end in the group after. The
+    other rows of a block are all of the group. The places of rows of other groups are for zeros.
+
+    Attributes:
+      group: int32 [blocks], the group of a block; e for blocks at the end of the table, which have no rows.
+      first, start, end: int32 [blocks], the first row of a block, and the first row and the row after the
+        last one that are of the group.
+      to: int32 [blocks], the place of row `first` among the padded rows, a multiple of `rotation`.
+      first_block, counts: int32 [e], the first block of a group, and the number of its blocks.
+    """
+
+    group: jax.Array
+    first: jax.Array
+    start: jax.Array
+    end: jax.Array
+    to: jax.Array
+    first_block: jax.Array
+    counts: jax.Array
+
+
 def padded_length(m: int, groups: int, rotation: int) -> int:
-    """An upper bound of the rows of all groups, each padded to a multiple of `rotation`.
+    """An upper bound of the padded rows of all groups; see `blocks_of_groups`.
 
     >>> padded_length(300, 2, 128)
     512
     """
-    return (m + groups * (rotation - 1)) // rotation * rotation
+    return (m + groups * (rotation + ALIGNMENT - 2)) // rotation * rotation
 
 
 def blocks_of_groups(
-    group_sizes: jax.Array, m: int, block: int, rotation: int
-) -> tuple[jax.Array, jax.Array]:
+    group_sizes: jax.Array, m: int, block: int, rotation: int, alignment: int = ALIGNMENT
+) -> GroupBlocks:
     """Cuts the rows of each group into blocks, and places the blocks in an array of padded groups.
 
     Args:
@@ -144,25 +170,33 @@ def blocks_of_groups(
       m: number of rows.
       block: largest number of rows of a block, a multiple of `rotation`.
       rotation: the padded rows of a group are a multiple of it.
+      alignment: blocks start at its multiples; it divides `rotation`.
 
-    Returns:
-      int32 [3, `tile_count`]: the first row of a block, its number of rows, and its first padded row, a
-      multiple of `rotation`. int32 [2, e]: the first block of each group, and its number of blocks.
-
-    >>> blocks, of_groups = blocks_of_groups(jnp.array([5, 1]), 6, 4, 2)
-    >>> blocks[:, :3].tolist(), of_groups.tolist()
-    ([[0, 4, 5], [4, 1, 1], [0, 4, 6]], [[0, 2], [2, 1]])
+    >>> blocks = blocks_of_groups(jnp.array([5, 3]), 8, 4, 2, alignment=2)
+    >>> [each[:4].tolist() for each in blocks[:5]]
+    [[0, 0, 1, 2], [0, 4, 4, 8], [0, 4, 5, 8], [4, 5, 8, 8], [0, 4, 6, 0]]
+    >>> blocks.first_block.tolist(), blocks.counts.tolist()
+    ([0, 2], [2, 1])
     """
-    group, first, end = row_tiles(group_sizes, m, block)
+    _, group, first, start, end = aligned_tiles(group_sizes, m, block, alignment)
     starts, ends = bounds(group_sizes, m)
-    padded = (ends - starts + rotation - 1) // rotation * rotation
+    aligned = starts // alignment * alignment
+    length = jnp.where(ends > starts, ends - aligned, 0)
+    padded = (length + rotation - 1) // rotation * rotation
     offsets = _running(jnp.sum, padded) - padded
-    known = group < len(starts)
-    length = jnp.where(known, jnp.minimum(end - first, block), 0)
-    inside = jnp.minimum(group, len(starts) - 1)
-    to = jnp.where(known, offsets[inside] + first - starts[inside], 0)
-    counts = (ends - starts + block - 1) // block
-    return jnp.stack([first, length, to]), jnp.stack([_running(jnp.sum, counts) - counts, counts])
+    known, inside = group < len(starts), jnp.minimum(group, len(starts) - 1)
+    end = jnp.where(known, jnp.minimum(first + block, end), first)
+    to = jnp.where(known, offsets[inside] + first - aligned[inside], 0)
+    count = (length + block - 1) // block
+    return GroupBlocks(
+        jnp.where(known, group, len(starts)),
+        first,
+        jnp.where(known, jnp.maximum(first, start), first),
+        end,
+        to,
+        _running(jnp.sum, count) - count,
+        count,
+    )
 
 
 def largest_first(first: jax.Array, count: jax.Array) -> jax.Array:

@@ -224,7 +224,7 @@ def ragged_weight_gradient(
 
 @triton.jit
 def _ragged_rotation_kernel(
-    blocks_ptr,  # [3, BLOCKS], see `schedule.blocks_of_groups`
+    blocks_ptr,  # [4, BLOCKS], `first`, `start`, `end` and `to` of `schedule.GroupBlocks`
     x_ptr,  # [M, N]
     rotation_ptr,  # [ROTATION, ROTATION]: token, rotated token
     values_ptr,  # [N, LENGTH]
@@ -241,24 +241,24 @@ def _ragged_rotation_kernel(
     with equal blocks."""
     block = tl.program_id(1)
     first = tl.load(blocks_ptr + block)
-    length = tl.load(blocks_ptr + BLOCKS + block)
-    to = tl.multiple_of(tl.load(blocks_ptr + 2 * BLOCKS + block), ROTATION)
-    end = first + length
+    begin = tl.load(blocks_ptr + BLOCKS + block)
+    end = tl.load(blocks_ptr + 2 * BLOCKS + block)
+    to = tl.multiple_of(tl.load(blocks_ptr + 3 * BLOCKS + block), ROTATION)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     token = tl.arange(0, ROTATION)
     h = tl.load(rotation_ptr + token[:, None] * ROTATION + token[None, :])
     known = column < N
     largest = tl.zeros((BLOCK_N, ROTATION), tl.float32)
-    for start in range(0, length, ROTATION):
-        rotated = rotated_tokens(x_ptr, x_ptr, h, first + start + token, column, end, N, True)
+    for start in range(first, end, ROTATION):
+        rotated = rotated_tokens(x_ptr, x_ptr, h, start + token, column, begin, end, N, True)
         largest = nan_maximum(largest, tl.abs(rotated))
     absmax = tl.reduce(largest, 1, nan_maximum)
     absmax = nan_maximum(absmax, tl.full(absmax.shape, SMALLEST, tl.float32))
     tl.store(scale_ptr + block * N + column, absmax * INVERSE, mask=known)
     factor = tl.div_rn(tl.full(absmax.shape, LARGEST, tl.float32), absmax)[:, None]
     at = values_ptr + column[:, None].to(tl.int64) * LENGTH + to + token[None, :]
-    for start in range(0, length, ROTATION):
-        rotated = rotated_tokens(x_ptr, x_ptr, h, first + start + token, column, end, N, True)
+    for start in range(first, end, ROTATION):
+        rotated = rotated_tokens(x_ptr, x_ptr, h, start + token, column, begin, end, N, True)
         values = to_quantized(rotated * factor, values_ptr.dtype.element_ty)
         tl.store(at, values, mask=known[:, None])
         at += ROTATION
@@ -267,7 +267,7 @@ def _ragged_rotation_kernel(
 @triton.jit
 def _ragged_blocks_kernel(
     order_ptr,  # [3, GROUPS]: the groups, largest first; their first blocks; their numbers of blocks
-    blocks_ptr,  # [3, BLOCKS], see `schedule.blocks_of_groups`
+    blocks_ptr,  # [4, BLOCKS], as above
     a_ptr,  # [K, LENGTH]
     b_ptr,  # [N, LENGTH]
     a_scale_ptr,  # [BLOCKS, K]
@@ -300,8 +300,8 @@ def _ragged_blocks_kernel(
     b_at = b_row[None, :].to(tl.int64) * LENGTH + k[:, None]
     out = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for block in range(first_block, first_block + count):
-        length = tl.load(blocks_ptr + BLOCKS + block)
-        to = tl.multiple_of(tl.load(blocks_ptr + 2 * BLOCKS + block), STEP)
+        length = tl.load(blocks_ptr + 2 * BLOCKS + block) - tl.load(blocks_ptr + block)
+        to = tl.multiple_of(tl.load(blocks_ptr + 3 * BLOCKS + block), STEP)
         a_block, b_block = a_ptr + to, b_ptr + to
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
         for _ in range(0, length, STEP):
@@ -329,13 +329,14 @@ def ragged_block_weight_gradient(
 ) -> tuple[jax.Array, ...]:
     """`reference.ragged_block_weight_gradient` for 16-bit operands in int8, with rotations of 128 tokens.
 
-    x is rotated once for all gs. The rotated arrays have at most 127 rows a group more than x and g.
+    x is rotated once for all gs. The rotated arrays have at most 134 rows a group more than x and g.
     """
     m, k = x.shape
     groups = len(group_sizes)
     length = padded_length(m, groups, rotation)
-    blocks, of_groups = blocks_of_groups(group_sizes, m, block, rotation)
-    order = largest_first(*of_groups)
+    of_groups = blocks_of_groups(group_sizes, m, block, rotation)
+    blocks = jnp.stack([of_groups.first, of_groups.start, of_groups.end, of_groups.to])
+    order = largest_first(of_groups.first_block, of_groups.counts)
     rotate = partial(rotate_blocks, blocks=blocks, length=length)
     a, a_scale = rotate(x, dtype=dtypes[0])
 

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from swjax.kernels import tiles
 
 
-def call(*arrays: jax.Array, **options: Any) -> Any:
+def call(*arrays: jax.Array | jax.Ref, **options: Any) -> Any:
     """Calls `jax_triton.triton_call` with floating-point fusion off.
 
     Args:
-      *arrays: the inputs of the kernel.
+      *arrays: the inputs of the kernel; those that it overwrites are refs.
       **options: kernel, out_type, grid, num_warps, num_stages, and the kernel's constants. `registers` limits
         the registers per thread, so that more programs fit on a multiprocessor.
 

@@ -336,7 +336,8 @@ def _sums(
     if quantizer.in_blocks:
         return _block_sums(quantizer, x, axes[0], inside)
     if quantizer.is_static:
-        q = reference.quantize_static(x, quantizer.static_scale(x.shape), quantizer.dtype)
+        absmax = reference.static_absmax(quantizer.static_scale(x.shape), quantizer.dtype, x.ndim)
+        q = reference.quantize_by(x, absmax, quantizer.dtype, clip=True)
         given, largest = x.astype(jnp.float32), reference.LARGEST[quantizer.dtype]
         return _counts_and_squares(given, given, q.values, reference.dequantize(q), largest)
     return operand_sums(x, spanned, quantizer.dtype, inside)

@@ -35,7 +35,7 @@ from swjax.linear.sharding import (
     sharding_of_next,
     vary_alike,
 )
-from swjax.recipes import Recipe
+from swjax.recipes import Product, Recipe
 
 
 def switchback(
@@ -343,9 +343,9 @@ def _layer(
     recipe = _rotating(recipes.get(recipe, weight_array(w).shape), w, sharding)
     if isinstance(w, QTensor):
         recipe = recipe.with_constant_weight()
-    matrix_units = targets.multiplies_blocks() and implementation != "xla"
-    auto.warn_if_slow(recipe.dtypes, recipe.is_emulated(matrix_units))
-    dispatch.check_products(implementation, _products(recipe))
+    formats = () if implementation == "xla" else targets.block_formats()
+    auto.warn_if_slow(recipe.dtypes, recipe.is_emulated(formats))
+    dispatch.check_products(implementation, _products(recipe, formats))
     kind = jnp.inexact if jnp.iscomplexobj(x) else jnp.floating
     if out_dtype is not None and not jnp.issubdtype(out_dtype, kind):
         raise ValueError(
@@ -381,13 +381,22 @@ def _rotating(recipe: Recipe, w, sharding: Sharding) -> Recipe:
     return fitting
 
 
-def _products(recipe: Recipe) -> list[str]:
-    """The names of a layer's products in `swjax.kernels.dispatch`; only XLA computes "dot"."""
+def _products(recipe: Recipe, formats: tuple[targets.BlockFormat, ...]) -> list[str]:
+    """The names of a layer's products in `swjax.kernels.dispatch`; only XLA computes "dot".
+
+    `formats`: the block formats that are not emulated.
+    """
     wgrad = "weight_gradient"
     if recipe.wgrad is not None:
         wgrad = "block_weight_gradient" if recipe.wgrad.lhs.scope == "block" else "matmul"
     products = [recipe.fwd, recipe.dgrad] + [recipe.wgrad] * (wgrad == "matmul")
-    names = ["matmul" if product and not product.in_blocks else "dot" for product in products]
+
+    def name(product: Product | None) -> str:
+        if product is None or not product.in_blocks:
+            return "matmul" if product else "dot"
+        return "block_matmul" if product.lhs.block_format in formats else "dot"
+
+    names = list(map(name, products))
     return names if wgrad == "matmul" else [*names, wgrad]
 
 
@@ -474,8 +483,9 @@ def quantize_weight(
         )
     quantizer = weight_quantizer(recipes.get(recipe).rotating(*w.shape))
     if quantizer.is_static:
-        scale = quantizer.static_scale(w.shape)
-        return reference.quantize_static(w, scale, quantizer.dtype).T
+        absmax = reference.static_absmax(quantizer.static_scale(w.shape), quantizer.dtype, 2)
+        options = {"dtype": quantizer.dtype, "transpose": True, "clip": True}
+        return dispatch.run("quantize_by", w, absmax, implementation=implementation, **options)
     axes = (0, 1) if quantizer.scope == "tensor" else (0,)
     return dispatch.run(
         "quantize",

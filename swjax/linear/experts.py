@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from swjax import auto
+from swjax import auto, recipes
 from swjax.kernels import dispatch, reference, targets
 from swjax.kernels.reference import QTensor
 from swjax.linear.checks import OPERAND_DTYPES
@@ -28,9 +28,6 @@ from swjax.linear.layouts import Spec, quantized_specs, specs_of
 from swjax.recipes import LONGEST_INT8_SUM, Product, Quantizer, Recipe
 
 PRODUCTS = ("ragged_matmul", "ragged_weight_gradient", "ragged_block_weight_gradient")
-
-# Experts of fewer rows leave most of their last block of rotated rows empty.
-LEAST_ROWS = 512
 
 
 # --- the forms that products read ---------------------------------------------------------------------
@@ -229,7 +226,7 @@ def _sums_over_rows(x, gs, group_sizes, layers: tuple[Layer, ...]) -> tuple:
     dtypes = {*w_dtypes} - {None}
     options: dict[str, Any] = {"implementation": _implementation(x, layers[0])}
     product, shape = layers[0].recipe.wgrad, (x.shape[1], gs[0].shape[1])
-    pays = len(x) >= len(group_sizes) * LEAST_ROWS and auto.rotations_pay(shape)
+    pays = len(x) >= len(group_sizes) * auto.LEAST_ROTATED_ROWS and auto.rotations_pay(shape)
     if product is not None and pays:
         lhs, rhs = product.lhs, product.rhs
         rotated: dict[str, Any] = {
@@ -268,12 +265,26 @@ def exact_output(x: jax.Array, w: Any, group_sizes: jax.Array, layer: Layer) -> 
 
 
 def check(
-    name: str, x: jax.Array | jax.ShapeDtypeStruct, w: Any, group_sizes: jax.Array, recipe: Recipe
-) -> None:
-    """Raises a ValueError if these are not arrays of a layer of experts; `name` is the function's."""
+    name: str,
+    x: jax.Array | jax.ShapeDtypeStruct,
+    w: Any,
+    group_sizes: jax.Array,
+    recipe: str | Recipe,
+) -> Recipe:
+    """Returns the recipe of a layer of experts; warns if its products are not faster than those of 16 bits.
+
+    Raises a ValueError if these are not arrays of such a layer; `name` is the function's.
+    """
     check_shapes(name, x, w, group_sizes)
     check_group_sizes(x, group_sizes)
-    check_recipe(name, recipe, shape_of(w))
+    e, *shape = shape_of(w)
+    few_rows = ""
+    if not isinstance(w, QTensor):
+        few_rows = auto.few_rows(x.shape[0], e, w.dtype.itemsize)
+    found = recipes.get(recipe, tuple(shape), few_rows=few_rows)
+    auto.warn_if_slow(found.dtypes, few_rows=few_rows)
+    check_recipe(name, found, shape_of(w))
+    return found
 
 
 def shape_of(w: jax.Array | QTensor) -> tuple[int, ...]:

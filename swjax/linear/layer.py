@@ -70,17 +70,19 @@ class Layer:
         """
         return targets.platform(self.sharding.mesh) == "gpu" and self.implementation != "xla"
 
-    def multiplies_blocks(self, quantizer: Quantizer, length: int) -> bool:
-        """Whether matrix units multiply operands of this block format, whose sum has this length.
+    def multiplies_blocks(self, quantizer: Quantizer, *lengths: int) -> bool:
+        """Whether operands of this block format, whose sum has this length, are multiplied without emulation.
 
-        Blocks must divide the part of each device.
+        Blocks must divide the part of each device, also along the other axis of squares if that is given.
         """
         mesh = self.sharding.mesh
-        if self.implementation == "xla" or not targets.multiplies_blocks(mesh):
+        if self.implementation == "xla":
+            return False
+        if quantizer.block_format not in targets.block_formats(mesh):
             return False
         parts = quantizer.block * (1 if mesh is None else mesh.size)
         # A number of tokens that `jax.export` does not know is no integer.
-        return quantizer.in_hardware and isinstance(length, int) and length % parts == 0
+        return all(isinstance(length, int) and length % parts == 0 for length in lengths)
 
 
 class Operand(NamedTuple):
@@ -88,7 +90,7 @@ class Operand(NamedTuple):
 
     Attributes:
       array: the array itself.
-      quantized: the quantized matrix, a QTensor; in a product that matrix units multiply in blocks, Blocks.
+      quantized: the quantized matrix, a QTensor; in a product of blocks that is not emulated, Blocks.
       transposed: the quantized transpose of a matrix without leading axes, as `quantize_weight` returns it.
       token_sum: of a gradient [..., n], the sum over all tokens, [n] float32: the gradient of a bias.
     """
@@ -136,7 +138,11 @@ def read(
     if quantizer is None:
         return Operand(as_array(operand, layer.dtype))
     known = [Operand(quantized=operand.quantized), Operand(transposed=operand.transposed)]
-    known = [] if quantizer.in_blocks else known
+    if quantizer.in_blocks:
+        only = known[axis == 0]
+        if isinstance(stored(only, axis)[0], Blocks):
+            return only
+        known = []
     for only in reversed(known) if axis == 0 else known:
         q, along = stored(only, axis)
         if q is None or q.values.dtype != quantizer.dtype or q.scale.shape[along] != 1:
@@ -189,13 +195,13 @@ def quantize_sharded(
     options: dict[str, Any] = {"dtype": quantizer.dtype, "transpose": transpose}
     options["implementation"] = layer.implementation
     rotation, whole = quantizer.rotation, not sharding.sharded_axes(*shared)
-    constant = quantizer.static_scale(x.shape) if quantizer.is_static else None
+    static_scale = quantizer.static_scale(x.shape) if quantizer.is_static else None
 
     def step(x):
         x = as_rows(x) if axis == 0 else x
-        if constant is not None:
-            q = reference.quantize_static(x, constant, quantizer.dtype)
-            return q.T if transpose else q
+        if static_scale is not None:
+            absmax = reference.static_absmax(static_scale, quantizer.dtype, x.ndim)
+            return dispatch.run("quantize_by", x, absmax, clip=True, **options)
         if rotation > 1 and quantizer.scope == "row" and whole:
             rotated: dict[str, Any] = {"rotation": rotation, "dtype": quantizer.dtype}
             rotated["implementation"] = layer.implementation
@@ -221,7 +227,8 @@ def quantize_in_blocks(
 ) -> QTensor | Blocks:
     """Rounds x to a block format for a product that sums over `axis`; for axis 0, as a matrix of all tokens.
 
-    Returns a QTensor whose values include the scales; or for matrix units Blocks, with the axis last.
+    Returns a QTensor whose values include the scales; or Blocks, with the axis last, for products that are
+    not emulated.
 
     Each device forms blocks of its own elements. To rotate tokens, zeros fill the last group of a device, for
     both operands of the weight gradient alike. The elements of a device seed its stochastic rounding.
@@ -231,9 +238,12 @@ def quantize_in_blocks(
     rotation = quantizer.rotation
     length = x.shape[-1] if axis == -1 else math.prod(x.shape[:-1])
     matrix_units = layer.multiplies_blocks(quantizer, length)
+    by_kernel = _has_block_quantizer(quantizer, x.shape, length, layer)
 
     def step(x):
         given = x
+        if by_kernel:
+            return _run_block_quantizer(quantizer, x, (axis,), layer)[0]
         if axis == 0:
             x = rotated_tokens(as_rows(x), rotation)
         else:
@@ -250,6 +260,44 @@ def quantize_in_blocks(
     if matrix_units:
         specs = block_specs(whole if axis == -1 else Spec(reversed(whole)))
     return sharding.map_shards(step, (x,), (spec,), specs)
+
+
+def quantize_blocks_both_ways(
+    quantizers: tuple[Quantizer, Quantizer], x: jax.Array, spec: Spec, layer: Layer
+) -> tuple[Blocks, Blocks] | None:
+    """x for a product that sums over its last axis, and for one that sums over the others, from one reading.
+
+    None if the products read different formats, or if no kernel writes both.
+    """
+    quantizer, whole = quantizers[0], as_matrix(spec, False)
+    lengths = x.shape[-1], math.prod(x.shape[:-1])
+    if quantizer != quantizers[1]:
+        return None
+    if not all(_has_block_quantizer(quantizer, x.shape, length, layer) for length in lengths):
+        return None
+    step = partial(_run_block_quantizer, quantizer, axes=(-1, 0), layer=layer)
+    specs: Any = block_specs(spec), block_specs(Spec(reversed(whole)))
+    return layer.sharding.map_shards(step, (x,), (spec,), specs)
+
+
+def _has_block_quantizer(
+    quantizer: Quantizer, shape: tuple[int, ...], length: int, layer: Layer
+) -> bool:
+    """Whether an operation of `dispatch` quantizes x of a shape to blocks, for a sum of a length."""
+    lengths = (length, *shape) if quantizer.scope == "square" else (length,)
+    plain = quantizer.rotation == 1 and not quantizer.stochastic
+    return plain and quantizer.scale == "float32" and layer.multiplies_blocks(quantizer, *lengths)
+
+
+def _run_block_quantizer(
+    quantizer: Quantizer, x: jax.Array, axes: tuple[int, ...], layer: Layer
+) -> tuple[Blocks, ...]:
+    options: dict[str, Any] = {"dtype": quantizer.dtype, "block": quantizer.block}
+    options["implementation"] = layer.implementation
+    if quantizer.scope == "segment":
+        return dispatch.run("quantize_segments", x, axes=axes, **options)
+    over_first, over_last = dispatch.run("quantize_squares", x, **options)
+    return tuple(over_last if axis == -1 else over_first for axis in axes)
 
 
 # One program also outside `jax.jit`, instead of one for each of its 40 operations.
@@ -284,32 +332,36 @@ def rotated_tokens(x: jax.Array, rotation: int) -> jax.Array:
     return reference.rotate_features(x, rotation, 0)
 
 
-def quantize_weight_both_ways(
-    w: jax.Array, quantizer: Quantizer, layer: Layer
+def quantize_both_ways(
+    quantizer: Quantizer, x: jax.Array, spec: Spec, layer: Layer
 ) -> tuple[QTensor, QTensor]:
-    """Quantizes w [k, n] with one scale; returns the quantized matrix and its quantized transpose."""
-    if quantizer.is_static:
-        quantize = partial(quantize_sharded, quantizer, w, layer.sharding.w, -1, layer)
-        return quantize(), quantize(transpose=True)
-    sharding, one = layer.sharding, Spec(((), ()))
+    """Quantizes x with one scale; returns x, and the transpose of the matrix of its rows, both quantized."""
+    sharding = layer.sharding
+    options: dict[str, Any] = {"dtype": quantizer.dtype, "implementation": layer.implementation}
+    options |= {"clip": True} if quantizer.is_static else {}
+    static_scale = quantizer.static_scale(x.shape) if quantizer.is_static else None
 
-    def step(w):
+    def maxima(x):
+        if static_scale is not None:
+            return reference.static_absmax(static_scale, quantizer.dtype, 1)
         # XLA needs one pass for the maxima of parts, and two passes for the maximum of the whole.
-        parts = math.gcd(w.size, 256)
-        absmax = reference.absolute_maximum(w.reshape(parts, -1), (1,)).reshape(parts)
-        if sharding.sharded_axes(*sharding.w):
-            absmax = sharding.maximum(reference.absolute_maximum(absmax, (0,)), *sharding.w)
-        return dispatch.run(
-            "quantize_both",
-            w,
-            absmax,
-            dtype=quantizer.dtype,
-            implementation=layer.implementation,
-        )
+        parts = math.gcd(x.size, 256)
+        absmax = reference.absolute_maximum(x.reshape(parts, -1), (1,)).reshape(parts)
+        if not sharding.sharded_axes(*spec):
+            return absmax
+        return sharding.maximum(reference.absolute_maximum(absmax, (0,)), *spec)
 
-    w_spec = sharding.w
-    specs = quantized_specs(w_spec, one), quantized_specs(as_matrix(w_spec, True), one)
-    q, transposed = sharding.map_shards(step, (w,), (w_spec,), specs)
+    def step(x):
+        absmax = maxima(x)
+        q, transposed = dispatch.run("quantize_both", as_rows(x), absmax, **options)
+        q = QTensor(q.values.reshape(x.shape), q.scale.reshape((1,) * x.ndim))
+        return q, transposed
+
+    specs = (
+        quantized_specs(spec, Spec(() for _ in spec)),
+        quantized_specs(as_matrix(spec, True), Spec(((), ()))),
+    )
+    q, transposed = sharding.map_shards(step, (x,), (spec,), specs)
     return _with_fixed_scale(q), _with_fixed_scale(transposed)
 
 

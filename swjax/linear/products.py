@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from swjax.kernels import dispatch, reference
-from swjax.kernels.block_formats.reference import Blocks, block_matmul, estimator
+from swjax.kernels.block_formats.reference import Blocks, estimator
 from swjax.kernels.formats import INVERSE, SMALLEST_ABSMAX
 from swjax.kernels.reference import QTensor
 from swjax.linear.gradient_sums import EIGHT_BITS
@@ -25,6 +25,8 @@ from swjax.linear.layer import (
     add,
     as_array,
     as_rows,
+    quantize_blocks_both_ways,
+    quantize_both_ways,
     read,
     specs_of_operand,
     split_outliers,
@@ -98,9 +100,22 @@ def input_gradients(
 
 
 def read_gradient(g: Operand, layer: Layer) -> Operand:
-    """g with the quantized form that the input gradient reads, if rows share its scales."""
-    dgrad = layer.recipe.dgrad
-    if dgrad is None or dgrad.lhs.scope != "row" or dgrad.outlier_threshold:
+    """g with the quantized form that the input gradient reads, if rows share its scales.
+
+    If one kernel makes the forms of both products, in blocks or with one quantizer's values, g has both.
+    """
+    dgrad, wgrad = layer.recipe.dgrad, layer.recipe.wgrad
+    if dgrad is None or dgrad.outlier_threshold:
+        return g
+    g_spec = layer.sharding.y
+    if wgrad is not None and dgrad.in_blocks and layer.w_dtype:
+        both = quantize_blocks_both_ways((dgrad.lhs, wgrad.rhs), g.array, g_spec, layer)
+        return g if both is None else g._replace(quantized=both[0], transposed=both[1])
+    if layer.recipe.quantizes_gradient_once and layer.reads_last_axis and layer.w_dtype:
+        assert g.array is not None, "every gradient is known in high precision"
+        q, transposed = quantize_both_ways(dgrad.lhs, g.array, g_spec, layer)
+        return g._replace(quantized=q, transposed=transposed)
+    if dgrad.lhs.scope != "row":
         return g
     return g._replace(quantized=read(dgrad.lhs, g, layer.sharding.y, -1, layer).quantized)
 
@@ -243,10 +258,12 @@ def _product(
 ) -> jax.Array:
     """``a b + bias + addend``, summed over `axes` of the two matrices; both are quantized, or neither."""
     (lhs, axis_a), (rhs, axis_b) = stored(a, axes[0]), stored(b, axes[1])
+    options: dict[str, Any]
     if isinstance(lhs, Blocks):
-        return block_matmul(lhs, rhs, bias, addend, out_dtype=out_dtype)
+        options = {"out_dtype": out_dtype, "implementation": layer.implementation}
+        return dispatch.run("block_matmul", lhs, rhs, bias, addend, **options)
     if isinstance(lhs, QTensor):
-        options: dict[str, Any] = {"contract": (axis_a, axis_b)}
+        options = {"contract": (axis_a, axis_b)}
         if lhs.values.dtype.itemsize > 1:  # of a block format, which no kernel multiplies
             return reference.matmul(lhs, rhs, bias, addend, out_dtype=out_dtype, **options)
         options["implementation"] = layer.implementation

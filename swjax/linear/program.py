@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from swjax import recipes
+from swjax import auto, recipes
 from swjax.kept import kept_kind_among
 from swjax.linear.contraction import dot_general
 from swjax.linear.conversion import TAKES_NONE, UNMATCHED, Matrix, warn_if_only_kept
@@ -79,7 +79,7 @@ class Quantized:
         >>> frozen["up"].values.shape, bool(jnp.all(int8(frozen, x) == int8(params, x)))
         ((32, 8), True)
         """
-        planner = self._planned(params, args, kwargs)[1]
+        planner = self._planned(params, args, kwargs, freezing=only)[1]
         named = dict(_named(params))
         frozen = {}
         for path, readings in planner.readings.items():
@@ -96,9 +96,12 @@ class Quantized:
         put = lambda path, leaf: frozen.get(_name(path), leaf)
         return jax.tree_util.tree_map_with_path(put, params, is_leaf=_is_frozen)
 
-    def _planned(self, params, args, kwargs, groups=False):
+    def _planned(self, params, args, kwargs, groups=False, freezing=None):
         program = _traced(self.fn, params, args, kwargs)
         choices = _choices(self.rules, [path for path, _ in program.parameters])
+        for path, w in program.parameters:  # a frozen weight is quantized once for all steps
+            if _is_frozen(w) or (freezing is not None and re.fullmatch(freezing, path)):
+                choices[path] = choices[path]._replace(automatic=False)
         specs = {**_specs(params, self.tokens), **self.specs}
         planner = Planner(choices, self.implementation, specs, self.tokens, groups)
         plan = program.planned(planner)
@@ -316,14 +319,15 @@ def _entries(spec: P | None, ndim: int) -> tuple | None:
 def _choices(rules: str | Mapping[str, str | Recipe], paths: Sequence[str]) -> dict[str, Choice]:
     if isinstance(rules, str):
         return {path: _llm_choice(path, paths) for path in paths}
-    found = recipes.get_all(rules)
-    chosen = recipes.first_match(found, paths, kind="parameter")
+    named = recipes.first_match(rules, paths, kind="parameter")
     choices = {}
     for path in paths:
-        recipe, reason = chosen.get(path), UNMATCHED
+        recipe = recipes.get(named[path]) if path in named else None
+        reason = UNMATCHED
         if recipe == Recipe():
             recipe, reason = None, "its rule is 'standard'"
-        choices[path] = Choice(recipe, "" if recipe else reason)
+        automatic = named.get(path) == auto.NAME
+        choices[path] = Choice(recipe, "" if recipe else reason, automatic=automatic)
         if recipes.kept_kind(path) == "lora":
             choices[path] = _kept("matrix of LoRA")
     return choices
@@ -332,7 +336,7 @@ def _choices(rules: str | Mapping[str, str | Recipe], paths: Sequence[str]) -> d
 def _llm_choice(path: str, paths: Sequence[str]) -> Choice:
     kind = kept_kind_among(path, paths)
     if not kind:
-        return Choice(recipes.get("switchback"))
+        return Choice(recipes.get("switchback"), automatic=True)
     names = {
         "output": "head",
         "gate": "router",

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.sharding import PartitionSpec as P
 
+from swjax import auto
 from swjax.linear.conversion import NO_LAYOUT
 from swjax.linear.frozen import SLICE, Reading
 from swjax.linear.layouts import TOKENS, Layout, layout_of_kernel
@@ -40,11 +41,13 @@ class Choice(NamedTuple):
     Attributes:
       recipe, reason: one of them.
       followed: the recipe of a layer that is quantized already, if it is known.
+      automatic: whether experts of few rows stay in 16 bits: the rules are "llm", or the recipe is "auto".
     """
 
     recipe: Recipe | None
     reason: str = ""
     followed: Recipe | None = None
+    automatic: bool = False
 
 
 class Origin(NamedTuple):
@@ -185,6 +188,10 @@ class Planner:
             reason = opaque or f"{origin.changed} changes the parameter first"
         else:
             choice = self.choices[origin.paths[0]]
+            if ragged and ragged.lhs_ragged_dimensions and choice.automatic:
+                rows, count = lhs.shape[ragged.lhs_ragged_dimensions[0]], rhs.shape[groups[0]]
+                if few_rows := auto.few_rows(rows, count, origin.dtype.itemsize):
+                    choice = Choice(None, few_rows)
             reason = choice.reason
         layout, order = None, tuple(range(len(contracted)))
         experts = groups or tuple(dimension_numbers[1][at])

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from swjax import recipes
 from swjax.kernels import dispatch
 from swjax.kernels.reference import QTensor
 from swjax.linear import experts, ragged_rules
@@ -34,7 +33,7 @@ def ragged_switchback(
     Row i of x belongs to the group e that ``cumsum(group_sizes)`` tells, and is multiplied with w[e], as by
     `swjax.switchback`: one scale per row of x and of the gradient, one scale per expert's weight (or one per
     expert and channel). The weight gradient is a product in the dtype of x. `switchback_hadamard` computes it
-    in int8, from rotated rows, if an average expert has 512 rows and ``k n / (k + n)`` is at least 700; on
+    in int8, from rotated rows, if an average expert has 512 rows and ``k n / (k + n)`` is at least 768; on
     other GPUs than Hopper only if `implementation` names Triton, where that is not faster. Rows beyond the
     sum of the groups are zero, in y and in the gradient of x. Inside `jax.jit` no group size is an error:
     negative sizes count as zero, and groups end at the last row.
@@ -49,7 +48,10 @@ def ragged_switchback(
         ``jax.vmap(swjax.quantize_weight)(w)``, which has no gradient.
       group_sizes: [e] integers, the number of rows of each expert.
       recipe: a name in `swjax.recipes.RECIPES` or a `swjax.recipes.Recipe` that quantizes x row by row,
-        without rotated features and outliers. Its weight gradient is in 16 bits or in blocks of tokens.
+        without rotated features and outliers. Its weight gradient is in 16 bits or in blocks of tokens. Or
+        "auto", see `swjax.auto`: 16 bits if an average expert has fewer than 600 rows, or 1,200 with weights
+        in 16 bits, because quantizing the weights takes as long for few rows as for many. Other recipes warn
+        then.
       out_dtype: dtype of y; None uses the dtype of x.
       precision: precision of the products without quantization, see `jax.lax.dot_general`.
       implementation: see `swjax.switchback`; None chooses.
@@ -68,8 +70,8 @@ def ragged_switchback(
     >>> ragged_switchback(x, w, jnp.array([1, 3]))[:, 0].tolist()
     [3.0, 6.0, 6.0, 6.0, 0.0]
     """
+    recipe = experts.check("ragged_switchback", x, w, group_sizes, recipe)
     settings = _settings(recipe, precision, implementation)
-    experts.check("ragged_switchback", x, w, group_sizes, settings["recipe"])
     sharding = replace(sharding_of_layer(x, weight_array(w), layout), reduce_later=False)
     layer = _layer(x, w, sharding, out_dtype=out_dtype, **settings)
     rows, sizes = sharding.place(x, sharding.x), sharding.place(group_sizes, Spec(((),)))
@@ -116,17 +118,16 @@ def gated_ragged_mlp(
     ((3, 4), True, False)
     """
     check_activation(activation)
-    settings = _settings(recipe, precision, implementation)
     check = partial(experts.check, "gated_ragged_mlp")
     for w in (w_gate, w_up):
-        check(x, w, group_sizes, settings["recipe"])
+        recipe = check(x, w, group_sizes, recipe)
     if experts.shape_of(w_gate) != experts.shape_of(w_up):
         raise ValueError(
             f"w_gate and w_up must have one shape, got {experts.shape_of(w_gate)} and "
             f"{experts.shape_of(w_up)}: pass two [e, k, h]"
         )
     hidden = jax.ShapeDtypeStruct((len(x), experts.shape_of(w_up)[2]), x.dtype)
-    check(hidden, w_down, group_sizes, settings["recipe"])
+    settings = _settings(check(hidden, w_down, group_sizes, recipe), precision, implementation)
     ws = w_gate, w_up, w_down
     sharding = Sharding(None, ((),), w=Spec(((),) * 3))
     layers = ragged_rules.MLPLayers(
@@ -135,13 +136,9 @@ def gated_ragged_mlp(
     return ragged_rules.gated_mlp(*vary_alike(x, ws, group_sizes), layers, activation)
 
 
-def _settings(recipe: str | Recipe, precision: Any, implementation: str | None) -> dict[str, Any]:
+def _settings(recipe: Recipe, precision: Any, implementation: str | None) -> dict[str, Any]:
     dispatch.check_products(implementation, experts.PRODUCTS)
-    return {
-        "recipe": recipes.get(recipe),
-        "precision": precision,
-        "implementation": implementation,
-    }
+    return {"recipe": recipe, "precision": precision, "implementation": implementation}
 
 
 def _layer(x, w, sharding: Sharding, *, out_dtype, **settings: Any) -> Layer:

@@ -17,6 +17,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from swjax.kernels import dispatch
+from swjax.kernels.block_formats.reference import Blocks
 from swjax.kernels.reference import QTensor, rotate_features
 from swjax.linear import fused
 from swjax.linear.interception import without_interception
@@ -27,9 +28,11 @@ from swjax.linear.layer import (
     as_array,
     from_bytes,
     name_for_checkpoint,
+    quantize_blocks_both_ways,
+    quantize_both_ways,
     quantize_gradient,
+    quantize_in_blocks,
     quantize_sharded,
-    quantize_weight_both_ways,
     quantizes_rows,
     read,
     to_bytes,
@@ -129,6 +132,9 @@ def _quantized_input(x: Any, prologue: Prologue | Gated | None, layer: Layer) ->
         x, q = apply(prologue, x, layer, quantize_to=quantize_to)
     if q is None and fwd is not None and not (fwd.outlier_threshold or fwd.in_blocks):
         q = quantize_sharded(fwd.lhs, x, sharding.x, -1, layer)
+    if q is None and fwd is not None and fwd.in_blocks and not fwd.has_outliers:
+        if layer.multiplies_blocks(fwd.lhs, x.shape[-1]):
+            q = quantize_in_blocks(fwd.lhs, x, sharding.x, -1, layer)
     if q is not None and layer.recipe.save_quantized:
         q = name_for_checkpoint(q, "swjax_x")
     return Operand(x, q)
@@ -139,10 +145,14 @@ def _quantized_weight(w: jax.Array | QTensor, layer: Layer) -> Operand:
     fwd = layer.recipe.fwd
     if isinstance(w, QTensor):
         return Operand(transposed=w)
-    if fwd is None or fwd.in_blocks:  # blocks extend along the axis that a product sums over
+    if fwd is None:
         return Operand(w)
+    if fwd.in_blocks:  # blocks extend along the axis that a product sums over
+        rhs = layer.recipe.dgrad and layer.recipe.dgrad.rhs
+        both = rhs and quantize_blocks_both_ways((rhs, fwd.rhs), w, layer.sharding.w, layer)
+        return Operand(w, *both) if both else Operand(w)
     if layer.recipe.quantizes_weight_once and layer.reads_last_axis:
-        known = Operand(None, *quantize_weight_both_ways(w, fwd.rhs, layer))
+        known = Operand(None, *quantize_both_ways(fwd.rhs, w, layer.sharding.w, layer))
     else:
         known = read(fwd.rhs, Operand(w), layer.sharding.w, 0, layer)
     q, transposed = (form and name_for_checkpoint(form, "swjax_w") for form in known[1:3])
@@ -169,6 +179,8 @@ def _saved_weight(w: jax.Array | QTensor, forms: Operand, layer: Layer) -> Opera
     recipe = layer.recipe
     if isinstance(w, QTensor):
         return forms
+    if isinstance(forms.quantized, Blocks):
+        return Operand(quantized=forms.quantized)
     if not (recipe.quantizes_weight_once or recipe.save_quantized):
         return Operand(w)
     products = recipe.fwd, recipe.dgrad
@@ -223,7 +235,8 @@ def backward(
         )
         x = Operand(recomputed) if recompute else x
     scales = RowScales(x_scale, tuple(g.quantized.scale if g.quantized else None for g in gs))
-    dws = weight_gradients(x, tuple(Operand(g.array) for g in gs), layers, scales)
+    gs = tuple(Operand(g.array, transposed=g.transposed) for g in gs)
+    dws = weight_gradients(x, gs, layers, scales)
     dws = tuple(map(estimated, dws, ws, layers))
     return LayerArrays(dx, dws, dbiases, dprologue)
 

@@ -3,14 +3,16 @@
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from swjax import recipes
+from swjax.kernels import dispatch, reference
 from swjax.linear.api import switchback
 from swjax.linear.layouts import Layout
+from swjax.linear.rules import differentiated_as
 from swjax.recipes import Recipe
 
 
@@ -69,8 +71,8 @@ def linear_cross_entropy(
     chunks = tuple(_split(count, a, axis=labels.ndim - 1) for a in (x, labels, where))
     options: dict[str, Any] = {"recipe": recipe, "implementation": implementation, "layout": layout}
     product = partial(switchback, out_dtype=logits_dtype, **options)
-    is_quantized = recipes.get(recipe) != Recipe()
-    return _mean((product, is_quantized), chunks[0], w, *chunks[1:])
+    head = _Head(product, recipes.get(recipe) != Recipe(), implementation)
+    return _mean(head, chunks[0], w, *chunks[1:])
 
 
 def _check(x, labels, where, chunk) -> None:
@@ -98,27 +100,53 @@ def _split(count: int, x: jax.Array, axis: int) -> jax.Array:
     return jnp.moveaxis(x, axis, 0)
 
 
+class _Head(NamedTuple):
+    """How the logits and their losses are computed; static.
+
+    Attributes:
+      product: (x, w) -> logits.
+      is_quantized: whether the product rounds w.
+      implementation: that of the losses.
+    """
+
+    product: Callable
+    is_quantized: bool
+    implementation: str | None
+
+    def read(self, x: jax.Array, w: jax.Array) -> jax.Array:
+        """The w that all chunks multiply. Without quantization it is rounded once, not in each chunk."""
+        return w if self.is_quantized else w.astype(x.dtype)
+
+    def losses(self, logits, labels, where, *, gradient: bool):
+        """`reference.cross_entropy`. XLA would gather sharded logits for a kernel, and partitions its own."""
+        options: dict[str, Any] = {"gradient": gradient}
+        implementation = "xla" if dispatch.would_gather() else self.implementation
+        constants = jax.lax.stop_gradient((logits, labels, where))
+        value = dispatch.run("cross_entropy", *constants, implementation=implementation, **options)
+        exact = partial(reference.cross_entropy, **options)
+        return differentiated_as(exact, value, logits, labels, where)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mean(how: tuple[Callable, bool], x, w, labels, where) -> jax.Array:
-    product, read = how[0], _read(how, x, w)
+def _mean(head: _Head, x, w, labels, where) -> jax.Array:
+    read = head.read(x, w)
 
     def step(loss, chunk):
         x, labels, where = chunk
-        losses, _ = _losses(product(x, read), labels, where)
+        losses, _ = head.losses(head.product(x, read), labels, where, gradient=False)
         return loss + jnp.sum(losses), None
 
     return jax.lax.scan(step, jnp.float32(0), (x, labels, where))[0] / _count(where)
 
 
-def _forward(how, x, w, labels, where):
-    product, read = how[0], _read(how, x, w)
+def _forward(head, x, w, labels, where):
+    product, read = head.product, head.read(x, w)
 
     def step(carry, chunk):
         loss, dw = carry
         x, labels, where = chunk
         logits, pull_x = jax.vjp(lambda x: product(x, read), x)
-        losses, d_logits = _losses(logits, labels, where)
-        d_logits = jnp.where(where[..., None], d_logits, 0).astype(logits.dtype)
+        losses, d_logits = head.losses(logits, labels, where, gradient=True)
         # Nothing reads this product, so it is not computed. The gradient has the dtype of w.
         _, pull_w = jax.vjp(lambda w: product(x, w), w)
         (dx,), (d_chunk,) = pull_x(d_logits), pull_w(d_logits)
@@ -130,31 +158,13 @@ def _forward(how, x, w, labels, where):
     return loss / count, (dx, dw.astype(w.dtype), count)
 
 
-def _backward(how, residuals, g):
+def _backward(head, residuals, g):
     *gradients, count = residuals  # of the sum of the losses, so that float16 does not underflow
     dx, dw = ((g / count * d.astype(jnp.float32)).astype(d.dtype) for d in gradients)
     return dx, dw, None, None
 
 
 _mean.defvjp(_forward, _backward)
-
-
-def _read(how, x, w) -> jax.Array:
-    """The w that all chunks multiply. Without quantization it is rounded once instead of in each chunk."""
-    return w if how[1] else w.astype(x.dtype)
-
-
-def _losses(logits, labels, where) -> tuple[jax.Array, jax.Array]:
-    """Returns the losses of tokens [...] and their gradient by the logits [..., v], in float32."""
-    logits = logits.astype(jnp.float32)
-    lse = jax.nn.logsumexp(logits, axis=-1)
-    # Unlike a gather, a comparison needs no other pass, and v may be sharded.
-    classes = jnp.arange(logits.shape[-1], dtype=labels.dtype)
-    match = labels[..., None] == classes.reshape((1,) * labels.ndim + (-1,))
-    losses = lse - jnp.sum(jnp.where(match, logits, 0), axis=-1)
-    exists = (labels >= 0) & (labels < logits.shape[-1])
-    losses = jnp.where(exists, losses, jnp.nan)
-    return jnp.where(where, losses, 0), jnp.exp(logits - lse[..., None]) - match.astype(jnp.float32)
 
 
 def _count(where) -> jax.Array:

@@ -15,7 +15,7 @@ from swjax.kernels.symmetric.reference import rounded
 
 Reshard = Callable[[jax.Array], jax.Array]
 
-# Terms of degree 1, 3 and 5 of each step; the last triple is that of all further steps.
+# Terms of degree 1, 3, 5, ... of each step; the last tuple is that of all further steps.
 _POLAR_EXPRESS = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
     (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
@@ -29,24 +29,32 @@ _POLAR_EXPRESS = (
 # Its authors divide the argument of all polynomials but the last by this number, so that singular values that
 # rounding lifts above 1 do not leave the interval.
 _SAFETY = 1.01
-COEFFICIENTS: dict[str, tuple[tuple[float, float, float], ...]] = {
+# Of benchmarks/studies/minimax_polynomials.py.
+_NONIC = (
+    (14.792114, -141.98395, 463.16787, -583.609, 248.91104),
+    (6.7164881, -15.943678, 13.234264, -4.2699199, 0.46743569),
+    (4.0916692, -8.5084094, 7.5611554, -2.7552773, 0.34818821),
+)
+COEFFICIENTS: dict[str, tuple[tuple[float, ...], ...]] = {
     "quintic": ((3.4445, -4.7750, 2.0315),),
     "polar_express": (
         *((a / _SAFETY, b / _SAFETY**3, c / _SAFETY**5) for a, b, c in _POLAR_EXPRESS[:-1]),
         _POLAR_EXPRESS[-1],
     ),
+    "nonic": _NONIC,
 }
-STEPS = 5
+STEPS = {"quintic": 5, "polar_express": 5, "nonic": 3}
 
 # Powers of two by which Gram matrices and iterates are multiplied, so that float16 holds their small elements
 # with all digits: singular values are at most about 1, and elements of large matrices far below.
 _GRAM_SCALE = 2.0**10
 _ITERATE_SCALE = 2.0**6
 
-# Steps on one Gram matrix, in turn; the last number repeats. A Gram matrix squares the condition, and its
-# error grows with each step on it: see "Gram matrices of Muon" in benchmarks/notes/accuracy.md.
-_SEGMENTS = {"float16": (2, 3)}
-_OTHER_SEGMENTS = (2,)
+# Steps on one Gram matrix, in turn, by dtype and number of coefficients; the last number repeats. A Gram
+# matrix squares the condition, and its error grows with each step on it: see "Gram matrices of Muon" in
+# benchmarks/notes/accuracy.md.
+_SEGMENTS = {("float16", 3): (2, 3), ("float16", 5): (1, 2)}
+_OTHER_SEGMENTS = {3: (2,), 5: (1,)}
 
 # A matrix is iterated on its Gram matrix if its long side is at least this multiple of the short one. Below,
 # one step on each Gram matrix takes no more products, and rounds less.
@@ -54,7 +62,7 @@ _LONG = 1.5
 
 
 def coefficients_of(name: str, steps: int) -> jax.Array:
-    """The coefficients of each step, [3] if all steps have the same, otherwise [steps, 3] float32.
+    """The coefficients of each step, [terms] if all steps have the same, otherwise [steps, terms] float32.
 
     >>> coefficients_of("polar_express", 2)[1].round(3)
     Array([ 4.066, -2.861,  0.518], dtype=float32)
@@ -70,7 +78,7 @@ def orthogonalize_all(
     coefficients: jax.Array,
     dtype: jax.typing.DTypeLike = jnp.float32,
     *,
-    steps: int = STEPS,
+    steps: int = 5,
     implementation: str | None = None,
 ) -> Any:
     """`orthogonalize` for each array of a tree.
@@ -125,17 +133,19 @@ def orthogonalize(
     coefficients: jax.Array,
     dtype: jax.typing.DTypeLike = jnp.float32,
     *,
-    steps: int = STEPS,
+    steps: int = 5,
     implementation: str | None = None,
 ) -> jax.Array:
     """Moves the singular values of each matrix near 1, by Newton-Schulz iterations.
 
-    With five steps, singular values of at least 0.2 % of the Frobenius norm end between 0.68 and 1.21 with
-    "quintic", and between 0.86 and 1.13 with "polar_express".
+    Singular values of at least 0.2 % of the Frobenius norm end between 0.68 and 1.21 with five steps of
+    "quintic", between 0.73 and 1.21 with three of "nonic", and between 0.86 and 1.13 with five of
+    "polar_express".
 
     Args:
       x: [..., m, n].
-      coefficients: of the terms of degree 1, 3 and 5, float32: [3], or [steps, 3]. See `coefficients_of`.
+      coefficients: of the terms of degree 1, 3 and 5, or 1, 3, 5, 7 and 9, float32: [terms], or
+        [steps, terms]. See `coefficients_of`.
       dtype: of the operands of the products.
       steps: number of iterations.
       implementation: of `symmetric_product`; None chooses.
@@ -173,7 +183,7 @@ def _orthogonalize(
     x = x if spec == given.spec else jax.reshard(x, spec)
     replicate, on_shares, restore = _resharding(x)
     x = jax.lax.optimization_barrier(x)  # see `rounded`
-    table = jnp.broadcast_to(coefficients.astype(jnp.float32), (steps, 3))
+    table = jnp.broadcast_to(coefficients.astype(jnp.float32), (steps, coefficients.shape[-1]))
     run = functools.partial(iterate, implementation=implementation)
     x = on_shares(run, replicate(x).reshape(-1, *shape[-2:]), table)
     x = restore(replicate(x).reshape(shape)).astype(jnp.float32) / _ITERATE_SCALE
@@ -181,15 +191,16 @@ def _orthogonalize(
 
 
 def iterate(x: jax.Array, table: jax.Array, implementation: str | None = None) -> jax.Array:
-    """Newton-Schulz iterations X <- (a + b G + c G²) X with the Gram matrix G of the short side of X.
+    """Newton-Schulz iterations X <- P X with a polynomial P of the Gram matrix G of the short side of X.
 
-    With P = a + b G + c G², the Gram matrix of P X is P G P. So several steps need no product with X but one
-    with Q, the product of their polynomials. P, Q and G are symmetric, and commute. One rounded P enters both
-    Q and G, so that G stays the Gram matrix of Q X: the rounding of P exceeds small eigenvalues of G.
+    P is a + b G + c G², or a polynomial of degree 4. The Gram matrix of P X is P G P. So several steps need
+    no product with X but one with Q, the product of their polynomials. P, Q and G are symmetric, and commute.
+    One rounded P enters both Q and G, so that G stays the Gram matrix of Q X: the rounding of P exceeds small
+    eigenvalues of G.
 
     Args:
       x: [batch, m, n]; the largest element of a matrix is 1, or 0.
-      table: [steps, 3] float32.
+      table: [steps, 3 or 5] float32.
       implementation: see `orthogonalize`.
 
     Returns:
@@ -204,21 +215,15 @@ def iterate(x: jax.Array, table: jax.Array, implementation: str | None = None) -
     norm = jnp.maximum(norm, 1)  # below 1 are matrices of zeros only
     ones, zeros = jnp.ones_like(norm), jnp.zeros_like(norm)
     scale = norm  # x is the iterate times this
-    for segment in _segments(x, len(table)):
+    for segment in _segments(x, *table.shape):
         gram = symmetric(
             x, x, None, jnp.stack([_GRAM_SCALE / scale**2, zeros, zeros], 1), contract=contract
         )
         rescale, scale = _ITERATE_SCALE / scale, _ITERATE_SCALE * ones
         q = None
         for i in segment:
-            linear, cubic, quintic = table[i]
             is_last = i == segment[-1]
-            factors = jnp.stack(
-                [quintic / _GRAM_SCALE**2 * ones, cubic / _GRAM_SCALE * ones, linear * ones], 1
-            )
-            if is_last and q is None:
-                factors *= rescale[:, None]
-            p = symmetric(gram, gram, gram, factors)
+            p = _polynomial(symmetric, gram, table[i], rescale if is_last and q is None else ones)
             if q is None:
                 q = p
             elif is_last:
@@ -233,10 +238,39 @@ def iterate(x: jax.Array, table: jax.Array, implementation: str | None = None) -
     return x
 
 
-def _segments(x: jax.Array, steps: int) -> Iterator[range]:
+def _polynomial(
+    symmetric: Callable[..., jax.Array], gram: jax.Array, terms: jax.Array, scale: jax.Array
+) -> jax.Array:
+    """The polynomials of one step, times a scale.
+
+    A polynomial of degree 4 takes two products: a + b G + c G² + d G³ + e G⁴ = e H² + (b - e d/e h) G +
+    (a - e h²) with H = G² + d/2e G + h. Those of "nonic" are near e H², so H² loses no digits.
+
+    Args:
+      symmetric: `symmetric_product`.
+      gram: [batch, m, m], G times `_GRAM_SCALE`.
+      terms: [3 or 5], a, b, c, ...
+      scale: [batch].
+    """
+    factors = lambda *of: jnp.stack([jnp.broadcast_to(each, scale.shape) for each in of], 1)
+    constant, linear, square, *higher = terms
+    if not higher:
+        p = factors(square / _GRAM_SCALE**2, linear / _GRAM_SCALE, constant)
+        return symmetric(gram, gram, gram, p * scale[:, None])
+    cube, fourth = higher
+    tilt = cube / fourth / 2
+    shift = (square / fourth - tilt**2) / 2
+    half = symmetric(gram, gram, gram, factors(_GRAM_SCALE**-2, tilt / _GRAM_SCALE, shift))
+    linear, constant = linear - 2 * fourth * tilt * shift, constant - fourth * shift**2
+    p = factors(fourth, linear / _GRAM_SCALE, constant)
+    return symmetric(half, half, gram, p * scale[:, None])
+
+
+def _segments(x: jax.Array, steps: int, terms: int) -> Iterator[range]:
     """The steps that each Gram matrix serves."""
     short, long = sorted(x.shape[-2:])
-    lengths = _SEGMENTS.get(x.dtype.name, _OTHER_SEGMENTS) if long >= _LONG * short else (1,)
+    found = _SEGMENTS.get((x.dtype.name, terms), _OTHER_SEGMENTS[terms])
+    lengths = found if long >= _LONG * short else (1,)
     start = 0
     while start < steps:
         stop = min(start + lengths[0], steps)

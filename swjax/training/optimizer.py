@@ -114,8 +114,9 @@ def make_optimizer(config: ConfigDict, schedule: optax.Schedule) -> optax.Gradie
     shared["mask"] = clip.weight_decay_mask
     if c.name == "muon":
         shared["block_axes"] = clip.block_axes
-        dtype = dtype_of_muon(config.model.dtype)
-        update = muon(schedule, is_matrix_of_blocks, b2=c.b2, dtype=dtype, **shared)
+        shared["dtype"] = dtype_of_muon(config.model.dtype)
+        shared["coefficients"] = c.get("coefficients", "quintic")  # older versions lack the key
+        update = muon(schedule, is_matrix_of_blocks, b2=c.b2, **shared)
     elif c.name == "adamw":
         update = optax.adamw(schedule, b2=c.b2, **shared)
     elif c.name == "stable_adamw":

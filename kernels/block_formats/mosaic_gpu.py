@@ -1,0 +1,242 @@
+"""Products of e4m3 values with a float32 scale for 128 neighbours along the sum, for Hopper."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from swjax.kernels import tiles
+from swjax.kernels.availability import Unavailable
+from swjax.kernels.block_formats.reference import Blocks
+from swjax.kernels.mosaic_gpu import pipeline
+from swjax.kernels.mosaic_gpu.pipeline import HALF, LINE, TILE_M, Ref, Scratch, SumSteps
+from swjax.kernels.products.mosaic_gpu.product import TiledWork
+from swjax.kernels.products.tiles import MosaicTile
+
+BLOCK = LINE  # values that share a scale: those of one step
+FORMAT = "float8_e4m3fn", BLOCK, "float32"
+COLUMNS, GROUP, UNROLL = 128, 128, 4
+PIECE = 32  # columns written at a time
+TILE = MosaicTile(stages=5, width=8)
+
+
+class BlockProductRefs(NamedTuple):
+    """Arrays of the product, or refs to them: a bT.
+
+    Attributes:
+      a: [m, k] e4m3.
+      b: [n, k] e4m3.
+      a_scale: [steps, m], padded to whole tiles if m is not a multiple of HALF.
+      b_scale: [steps, n], or [steps, squares], padded to whole tiles.
+      bias: [n] float32 padded to whole tiles, or [1] if the product has no bias.
+    """
+
+    a: Ref
+    b: Ref
+    a_scale: Ref
+    b_scale: Ref
+    bias: Ref
+
+
+@dataclass(frozen=True)
+class BlockProductSpec:
+    """The sizes of a product.
+
+    Attributes:
+      m: number of rows.
+      steps: number of blocks along the contracted axis.
+      grid, blocks, cluster, tile: see `products.mosaic_gpu.product.MatmulSpec`.
+      squares: whether 128 columns share the scales of b.
+      bias: whether a bias is added.
+    """
+
+    m: int
+    steps: int
+    grid: tuple[int, int]
+    blocks: int
+    cluster: int
+    tile: MosaicTile
+    columns: int
+    group: int
+    unroll: int
+    squares: bool
+    bias: bool
+
+
+@dataclass(frozen=True)
+class BlockProductWork(TiledWork):
+    """The `pipeline.Work` of one block of threads.
+
+    The tensor cores sum the values of one step, with about 14 bits. A thread scales these sums, and adds them
+    to sums in float32.
+    """
+
+    spec: BlockProductSpec
+    inputs: BlockProductRefs
+    out: Ref
+    scratch: Scratch
+    block: jax.Array
+
+    @property
+    def columns(self) -> int:
+        return self.spec.columns
+
+    def span(self, unit: jax.Array) -> tuple[int, int]:
+        del unit
+        return 0, self.spec.steps
+
+    def load(self, unit: jax.Array) -> Callable:
+        return partial(self.copy_operands, self.inputs.a, self.inputs.b, self.corner(unit))
+
+    def total(self, unit: jax.Array, half: jax.Array, sum_steps: SumSteps) -> Any:
+        group = self.spec.group
+        row, column = self.half_corner(unit, half)
+        rows, starts = self.scale_rows(row), range(0, self.columns, group)
+
+        def scales(step):
+            a_scale = pipeline.load_registers(self.inputs.a_scale.at[step], rows)
+            if self.spec.squares:
+                b_scale = [self.inputs.b_scale[step, (column + at) // BLOCK] for at in starts]
+                return [a_scale * scale for scale in b_scale]
+            b_scale = [
+                pipeline.load_registers(self.inputs.b_scale.at[step], pl.ds(column + at, group))
+                for at in starts
+            ]
+            return a_scale, b_scale
+
+        def add(scales, sums, totals):
+            found = []
+            for number, total in enumerate(totals):
+                part = sums[:, number * group : (number + 1) * group]
+                if self.spec.squares:
+                    part = part * lax.broadcast_in_dim(scales[number], part.shape, (0,))
+                else:
+                    part = part * lax.broadcast_in_dim(scales[1][number], part.shape, (1,))
+                    part = part * lax.broadcast_in_dim(scales[0], part.shape, (0,))
+                found.append(total + part)
+            return tuple(found)
+
+        nothing = jnp.zeros((HALF, group), jnp.float32)
+        nothing = tuple(plgpu.layout_cast(nothing, plgpu.Layout.WGMMA) for _ in starts)
+        return sum_steps(0, self.spec.steps, fold=(scales, add, nothing, self.spec.unroll))
+
+    def store(self, unit: jax.Array, totals: Any, half: jax.Array) -> None:
+        _, column = self.corner(unit)
+
+        def piece(at):
+            number, start = divmod(at, self.spec.group)
+            y = totals[number][:, start : start + PIECE]
+            if self.spec.bias:
+                bias = pipeline.load_registers(self.inputs.bias, pl.ds(column + at, PIECE))
+                y = y + lax.broadcast_in_dim(bias, y.shape, (1,))
+            return y
+
+        to = self.out.at[self.area(unit, half)]
+        pipeline.store_tile(piece, self.scratch.out.at[half], to, PIECE)
+
+
+def block_matmul(
+    a: Blocks,
+    b: Blocks,
+    bias: jax.Array | None = None,
+    addend: jax.Array | None = None,
+    *,
+    out_dtype: str,
+    columns: int = COLUMNS,
+    group: int = GROUP,
+    unroll: int = UNROLL,
+    tile: MosaicTile = TILE,
+    multiprocessors: int | None = None,
+    interpret: Any = None,
+) -> jax.Array:
+    """`reference.block_matmul` of e4m3 values with float32 scales for 128 of them.
+
+    Rows are a multiple of 8, and n of 64 and above 64 (32 in float32). Sums within a block are those of the
+    tensor cores, with about 14 bits; their scaled sum is in float32.
+    """
+    k = a.values.shape[-1]
+    m, n = a.values.size // k, b.values.shape[0]
+    cluster = 2 if m > TILE_M else 1
+    spec = BlockProductSpec(
+        m=m,
+        steps=k // BLOCK,
+        grid=(pl.cdiv(m, TILE_M * cluster), pl.cdiv(n, columns)),
+        blocks=(multiprocessors or tiles.multiprocessors()) // cluster,
+        cluster=cluster,
+        tile=tile,
+        columns=columns,
+        group=group,
+        unroll=unroll,
+        squares=b.scales.shape[0] < n,
+        bias=bias is not None,
+    )
+
+    def block_matmul_kernel(*refs):
+        *inputs, out = refs[: len(BlockProductRefs._fields) + 1]
+        scratch = Scratch(*refs[len(BlockProductRefs._fields) + 1 :])
+        work = BlockProductWork(
+            spec, BlockProductRefs(*inputs), out, scratch, lax.axis_index("block")
+        )
+        pipeline.run(work, scratch)
+
+    y = pipeline.launch(
+        block_matmul_kernel,
+        jax.ShapeDtypeStruct((m, n), out_dtype),
+        rings=[((TILE_M, LINE), a.values.dtype), ((columns, LINE), b.values.dtype)],
+        stages=tile.stages,
+        blocks=spec.blocks,
+        cluster=cluster,
+        piece=PIECE,
+        interpret=interpret,
+    )(*_inputs(spec, a, b, bias))
+    y = y.reshape(*a.values.shape[:-1], n)
+    return y if addend is None else (y.astype(jnp.float32) + addend).astype(out_dtype)
+
+
+def _inputs(spec: BlockProductSpec, a: Blocks, b: Blocks, bias: jax.Array | None):
+    """Pads scales and bias to whole tiles, because registers are loaded without bounds checks."""
+
+    def padded(x, length):
+        return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, length - x.shape[-1]),))
+
+    rows, columns = spec.grid[0] * spec.cluster * TILE_M, spec.grid[1] * spec.columns
+    a_scale = a.scales.reshape(spec.m, spec.steps).T
+    return BlockProductRefs(
+        a=a.values.reshape(spec.m, -1),
+        b=b.values,
+        a_scale=padded(a_scale, rows if spec.m % HALF else spec.m),
+        b_scale=padded(b.scales.T, pl.cdiv(columns, BLOCK) if spec.squares else columns),
+        bias=jnp.zeros(1) if bias is None else padded(bias.astype(jnp.float32), columns),
+    )
+
+
+def why_not(
+    a: Blocks,
+    b: Blocks,
+    bias: jax.Array | None = None,
+    addend: jax.Array | None = None,
+    *,
+    out_dtype: str,
+) -> Unavailable | None:
+    """Why `block_matmul` cannot multiply these; None: it can."""
+    for q in (a, b):
+        block = q.values.shape[-1] // q.scales.shape[-1]
+        kinds = q.values.dtype.name, block, q.scales.dtype.name
+        if kinds != FORMAT:
+            return Unavailable(f"is for {FORMAT}, got {kinds}: use 'xla'")
+    k, n = a.values.shape[-1], b.values.shape[0]
+    piece = pipeline.piece_of(out_dtype)
+    lengths = {"rows": (a.values.size // k, 8), "k": (k, BLOCK), "n": (n, piece)}
+    if reason := pipeline.why_not_multiples(lengths, remedy="xla"):
+        return reason
+    # See `products.mosaic_gpu.product.why_not`.
+    return None if n > piece else Unavailable(f"needs n above {piece}, got {n}: use 'xla'")
+
+
+WHY_NOT = {"block_matmul": why_not}
