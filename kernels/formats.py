@@ -46,8 +46,8 @@ class QTensor(NamedTuple):
 
     @property
     def T(self) -> "QTensor":
-        """The transpose of a matrix."""
-        return QTensor(self.values.T, self.scale.T)
+        """The transpose of a matrix, or of each matrix of a stack."""
+        return QTensor(self.values.mT, self.scale.mT)
 
 
 def to_float32(x: jax.Array) -> jax.Array:

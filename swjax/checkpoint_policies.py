@@ -32,9 +32,8 @@ save_outputs = jax.checkpoint_policies.save_only_these_names(*_ALWAYS, "swjax_y"
 # Save the quantized activations and the outputs.
 save_linear = jax.checkpoint_policies.save_only_these_names(*_ALWAYS, "swjax_x_q", "swjax_y")
 
-_SMALLEST_GROUP = (
-    16  # of features; a scale for each would take a quarter of the bytes of its int8 values
-)
+# Features. The fp32 scale of a group this small takes a quarter of the bytes of its int8 values.
+_SMALLEST_GROUP = 16
 
 
 def store_in_8_bits(function: Callable[..., Any], *, group: int = 128) -> Callable[..., Any]:

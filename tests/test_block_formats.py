@@ -283,7 +283,7 @@ def test_a_gradient_seeds_its_rounding():
     ],
 )
 def test_values_are_those_of_the_emulation(name, chip, sizes, monkeypatch):
-    """The program of a chip that multiplies the format, compiled by XLA for CPUs; also a NaN, and lengths that
+    """The program of a chip that multiplies the format, compiled for CPUs; also a NaN, and lengths that
     blocks do not divide."""
     rng = np.random.default_rng(0)
     layer = partial(swjax.switchback, recipe=name)

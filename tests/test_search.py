@@ -68,7 +68,7 @@ def test_the_page_needs_no_other_file(weights, photos, tmp_path, capsys):
     page = tmp_path / "page.html"
     assert main([weights, "a <fox>", f"--pictures={photos}", f"--page={page}", "--count=2"]) == 0
     text = page.read_text()
-    assert text.count('<img src="data:image/png;base64,') == 2
+    assert text.count('<img src="data:image/jpeg;base64,') == 2
     assert "<h2>a &lt;fox&gt;</h2>" in text and "/&lt;" in text
     assert "src=" not in text.replace('src="data:', "")
     out = capsys.readouterr().out
@@ -80,8 +80,8 @@ def test_thumbnails_are_upright(tmp_path):
     exif[0x0112] = 6  # rotated by 90 degrees, as telephones store portraits
     (tmp_path / "a.jpg").write_bytes(jpeg(0, exif=exif))
     url = search_lib._thumbnail(tmp_path / "a.jpg")
-    png = Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2])))
-    assert png.size == (40, 48)
+    small = Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2])))
+    assert small.size == (40, 48)
 
 
 def test_the_pictures_of_a_run(weights, photos, tmp_path, monkeypatch):

@@ -161,16 +161,19 @@ def quantize_blocks(
 
 
 def random_bits(x: jax.Array, shape: tuple[int, ...], stream: int = 0) -> jax.Array:
-    """Random bits for stochastic rounding, which x itself seeds: uint32 of a shape.
+    """Random bits for stochastic rounding, seeded by x, so that a layer needs no key.
 
-    The sum of the hashes of all elements is the seed of a counter-based generator. A layer so needs no key: a
-    step that is repeated, resumed or recomputed rounds alike, on every device that holds the same x, and two
-    different x have unrelated bits. x that is repeated exactly is rounded alike.
+    The seed of a counter-based generator is the sum of the hashes of all elements of x. Equal x give equal
+    bits, so a repeated, resumed or recomputed step rounds alike, on every device that holds x. Different x
+    give unrelated bits.
 
     Args:
-      x: [...] float16, bfloat16 or float32, one that is the same on every platform.
-      shape: of the bits.
-      stream: a number for each use of the same x.
+      x: [...] float16, bfloat16 or float32, equal on every platform.
+      shape: the shape of the result.
+      stream: a different number for each use of the same x.
+
+    Returns:
+      uint32 with the given shape.
 
     >>> random_bits(jnp.ones(3), (2,)).dtype
     dtype('uint32')
@@ -280,13 +283,12 @@ def for_matrix_units(
 
 
 def _pairs_of_last_axis(x: jax.Array) -> jax.Array:
-    """x, in which neighbours of the last axis share a byte if they have 4 bits, as matrix units read them.
+    """Packs 4-bit neighbours along the last axis into bytes, as matrix units read them; returns x itself.
 
-    Otherwise XLA for GPUs leaves out transposes, and multiplies in 16 bits.
+    Without this, XLA for GPUs drops the transposes and multiplies in 16 bits. XLA for CPUs has no such
+    bitcast.
     """
-    if (
-        x.dtype != jnp.float4_e2m1fn or targets.platform() == "cpu"
-    ):  # XLA for CPUs has no such bitcast
+    if x.dtype != jnp.float4_e2m1fn or targets.platform() == "cpu":
         return x
     pairs = x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2)
     packed = lax.optimization_barrier(lax.bitcast_convert_type(pairs, jnp.uint8))

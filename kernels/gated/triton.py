@@ -113,13 +113,11 @@ def gated(
             launcher.output(high_precision, shape, gate.dtype),
             *chunks.quantized_outputs(gate, quantize_to),
         ),
-        grid=(chunks.program_count(gate, tile, persistent=persistent),),
-        num_warps=tile.warps,
         ACTIVATION=activation,
         WRITE=high_precision,
         QUANTIZE=quantize_to is not None,
         **chunks.range_constants(quantize_to),
-        **chunks.row_constants(gate, tile, persistent=persistent),
+        **chunks.row_launch(gate, tile, persistent=persistent),
     )
     return h if high_precision else None, chunks.qtensor(values, scale, quantize_to)
 
@@ -220,13 +218,11 @@ def gated_backward(
         gradient if h_ref is None else h_ref,
         kernel=_gated_backward_kernel,
         out_type=(rows, rows, *quantized, *quantized),
-        grid=(chunks.program_count(gate, tile, persistent=persistent),),
-        num_warps=tile.warps,
         ACTIVATION=activation,
         RECOMPUTE=recompute,
         QUANTIZE=quantize_to is not None,
         **chunks.range_constants(quantize_to),
-        **chunks.row_constants(gate, tile, persistent=persistent),
+        **chunks.row_launch(gate, tile, persistent=persistent),
     )
     return (
         dgate,

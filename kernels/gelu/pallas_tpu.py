@@ -1,4 +1,4 @@
-"""GELU of rows. Pallas has no complementary error function, so the exact form has its own."""
+"""GELU of rows."""
 
 import math
 from functools import partial
@@ -10,23 +10,12 @@ from swjax.kernels.formats import QTensor
 from swjax.kernels.gelu import reference
 from swjax.kernels.pallas_tpu import rows
 
-# erfcx(z) / 2 as a polynomial in t = 1 / (1 + 0.38 z), a minimax fit, as in the Triton kernel.
-_TAIL = (
-    -0.06268340327314895,
-    0.16792059162792555,
-    -0.034805477355772395,
-    0.12379693751587756,
-    0.09034876746578992,
-    0.10827743860128841,
-    0.10714462882421476,
-)
-
 
 def _normal_tail(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """P(X > |x|) for a standard normal X, with relative error 1e-6, and exp(-x**2 / 2)."""
     t = 1.0 / (jnp.abs(x) * (0.38 * math.sqrt(0.5)) + 1.0)
-    p = jnp.full_like(t, _TAIL[0])
-    for coefficient in _TAIL[1:]:
+    p = jnp.full_like(t, reference.TAIL[0])
+    for coefficient in reference.TAIL[1:]:
         p = p * t + coefficient
     e = jnp.exp2(x * x * (-0.5 / math.log(2)))
     return t * p * e, e

@@ -7,6 +7,7 @@ import triton.language as tl
 
 from swjax.kernels import tiles
 from swjax.kernels.formats import QTensor
+from swjax.kernels.gelu import reference
 from swjax.kernels.triton_gpu import chunks, launcher
 from swjax.kernels.triton_gpu.arithmetic import nan_maximum, reciprocal, round_to
 from swjax.kernels.triton_gpu.chunks import (
@@ -19,21 +20,23 @@ from swjax.kernels.triton_gpu.chunks import (
     zero_sums,
 )
 
+_TAIL: tl.constexpr = tl.constexpr(reference.TAIL)
+_TERMS: tl.constexpr = tl.constexpr(
+    len(reference.TAIL)
+)  # the interpreter has no len() of a constexpr
+
 
 @triton.jit
 def _normal_tail(x):
     """P(X > |x|) for a standard normal X, with relative error 1e-6, and exp(-x**2 / 2).
 
-    The tail is 0.5 erfcx(z) exp(-z**2) with z = |x| / sqrt(2). erfcx is a polynomial in t = 1 / (1 + 0.38 z),
-    a minimax fit. The cost is one reciprocal and one exponential, as in the tanh form.
+    The tail is 0.5 erfcx(z) exp(-z**2) with z = |x| / sqrt(2); see `reference.TAIL`. The cost is one
+    reciprocal and one exponential, as in the tanh form.
     """
     t = reciprocal(tl.fma(tl.abs(x), 0.38 * 0.7071067811865476, 1.0))
-    p = tl.fma(t, -0.06268340327314895, 0.16792059162792555)
-    p = tl.fma(t, p, -0.034805477355772395)
-    p = tl.fma(t, p, 0.12379693751587756)
-    p = tl.fma(t, p, 0.09034876746578992)
-    p = tl.fma(t, p, 0.10827743860128841)
-    p = tl.fma(t, p, 0.10714462882421476)
+    p = tl.fma(t, _TAIL[0], _TAIL[1])
+    for i in tl.static_range(2, _TERMS):
+        p = tl.fma(t, p, _TAIL[i])
     e = tl.exp2(x * x * -0.7213475204444817)
     return t * p * e, e
 
@@ -129,13 +132,11 @@ def gelu(
             launcher.output(high_precision, x.shape, x.dtype),
             *chunks.quantized_outputs(x, quantize_to),
         ),
-        grid=(chunks.program_count(x, tile, persistent=persistent),),
-        num_warps=tile.warps,
         TANH=approximate,
         WRITE=high_precision,
         QUANTIZE=quantize_to is not None,
         **chunks.range_constants(quantize_to),
-        **chunks.row_constants(x, tile, persistent=persistent),
+        **chunks.row_launch(x, tile, persistent=persistent),
     )
     return y if high_precision else None, chunks.qtensor(values, scale, quantize_to)
 
@@ -203,7 +204,7 @@ def gelu_backward(
 ) -> tuple[jax.Array, QTensor | None, jax.Array, jax.Array | None]:
     """`reference.gelu_backward`."""
     tile = tile or tiles.row_tile("gelu_backward", x.shape[-1])
-    programs = chunks.program_count(x, tile, persistent=True)
+    launch = chunks.row_launch(x, tile, persistent=True)
     rows = jax.ShapeDtypeStruct(x.shape, x.dtype)
     dx, values, scale, sums, y = launcher.call(
         x,
@@ -212,16 +213,14 @@ def gelu_backward(
         out_type=(
             rows,
             *chunks.quantized_outputs(x, quantize_to),
-            jax.ShapeDtypeStruct((programs, x.shape[-1]), jnp.float32),
+            jax.ShapeDtypeStruct((*launch["grid"], x.shape[-1]), jnp.float32),
             launcher.output(recompute, x.shape, x.dtype),
         ),
-        grid=(programs,),
-        num_warps=tile.warps,
         TANH=approximate,
         RECOMPUTE=recompute,
         QUANTIZE=quantize_to is not None,
         **chunks.range_constants(quantize_to),
-        **chunks.row_constants(x, tile, persistent=True),
+        **launch,
     )
     q = chunks.qtensor(values, scale, quantize_to)
     return dx, q, jnp.sum(sums, axis=0), y if recompute else None

@@ -124,13 +124,11 @@ def _forward(
             launcher.output(high_precision, x.shape, x.dtype),
             *chunks.quantized_outputs(x, quantize_to),
         ),
-        grid=(chunks.program_count(x, tile, persistent=False),),
-        num_warps=tile.warps,
         WRITE=high_precision,
         QUANTIZE=quantize_to is not None,
         **constants,
         **chunks.range_constants(quantize_to),
-        **chunks.row_constants(x, tile, persistent=False),
+        **chunks.row_launch(x, tile, persistent=False),
     )
     return y if high_precision else None, chunks.qtensor(values, scale, quantize_to)
 
@@ -310,7 +308,7 @@ def _backward(
         rest = sum((g.astype(jnp.float32) for g in gradients[3:]), gradients[2].astype(jnp.float32))
         gradients = (*gradients[:2], rest.astype(x.dtype))
     count = 2 if constants["CENTRED"] else 1
-    programs = chunks.program_count(x, tile, persistent=True, sums=count)
+    launch = chunks.row_launch(x, tile, persistent=True, sums=count)
     dx, sums, y = launcher.call(
         x,
         *(gradients * 3)[:3],  # unread arguments still need an address
@@ -320,15 +318,13 @@ def _backward(
         kernel=_norm_backward_kernel,
         out_type=(
             jax.ShapeDtypeStruct(x.shape, x.dtype),
-            jax.ShapeDtypeStruct((programs, count, x.shape[-1]), jnp.float32),
+            jax.ShapeDtypeStruct((*launch["grid"], count, x.shape[-1]), jnp.float32),
             jax.ShapeDtypeStruct(x.shape if constants["RECOMPUTE"] else (1,), x.dtype),
         ),
-        grid=(programs,),
-        num_warps=tile.warps,
         GRADIENTS=len(gradients),
         RESIDUAL=residual is not None,
         **constants,
-        **chunks.row_constants(x, tile, persistent=True),
+        **launch,
     )
     return dx, jnp.sum(sums, axis=0), y if constants["RECOMPUTE"] else None
 

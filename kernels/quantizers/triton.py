@@ -72,19 +72,17 @@ def quantize_rows(
 ) -> tuple[QTensor, jax.Array | None]:
     """Quantizes x [..., n] row-wise; if `total`, also returns the sum of its rows, [n] float32."""
     tile = tile or tiles.row_tile("none", x.shape[-1])
-    programs = chunks.program_count(x, tile, persistent=total)
+    launch = chunks.row_launch(x, tile, persistent=total)
     values, scale, sums = launcher.call(
         x,
         kernel=_quantize_rows_kernel,
         out_type=(
             *chunks.quantized_outputs(x, dtype),
-            launcher.output(total, (programs, x.shape[-1]), jnp.float32),
+            launcher.output(total, (*launch["grid"], x.shape[-1]), jnp.float32),
         ),
-        grid=(programs,),
-        num_warps=tile.warps,
         SUM=total,
         **chunks.range_constants(dtype),
-        **chunks.row_constants(x, tile, persistent=total),
+        **launch,
     )
     return QTensor(values, scale), jnp.sum(sums, axis=0) if total else None
 

@@ -70,12 +70,10 @@ def quantize_rotated(
         jnp.asarray(rotation_matrix(rotation).T, x.dtype),
         kernel=_quantize_rotated_kernel,
         out_type=chunks.quantized_outputs(x, dtype),
-        grid=(chunks.program_count(x, tile, persistent=True),),
-        num_warps=tile.warps,
         ROTATION=rotation,
         FACTOR=1 / math.sqrt(rotation),
         **chunks.range_constants(dtype),
-        **chunks.row_constants(x, tile, persistent=True),
+        **chunks.row_launch(x, tile, persistent=True),
     )
     return QTensor(values, scale)
 

@@ -18,9 +18,8 @@ from swjax.kernels.mosaic_gpu.pipeline import HALF, LINE, TILE_M, TILE_N, Ref, S
 
 STEP = LINE // 2  # elements of a step along the contracted axis
 PIECE = LINE // 2  # rows and columns that are written at a time
-CLUSTER = (
-    2  # its blocks compute tiles above each other, TILE_N rows, and load their columns of b once
-)
+# Blocks per cluster. They compute vertically adjacent tiles, TILE_N rows in all, and load columns of b once.
+CLUSTER = 2
 
 
 class Sums(NamedTuple):

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from swjax.kernels.availability import Unavailable
+from swjax.kernels.products.triton import sum_of_products
 from swjax.kernels.triton_gpu import launcher
 
 
@@ -48,17 +49,7 @@ def _symmetric_kernel(
     a_at = a_ptr + batch.to(tl.int64) * (M * K) + a_row[:, None] * stride + k[None, :] * step
     b_at = b_ptr + batch.to(tl.int64) * (M * K) + b_row[None, :] * stride + k[:, None] * step
     total = tl.zeros((BLOCK_M, BLOCK_M), tl.float32)
-    for start in range(0, K, BLOCK_K):
-        if K % BLOCK_K == 0:
-            a = tl.load(a_at)
-            b = tl.load(b_at)
-        else:
-            a = tl.load(a_at, mask=(k < K - start)[None, :], other=0.0)
-            b = tl.load(b_at, mask=(k < K - start)[:, None], other=0.0)
-        total = tl.dot(a, b, total)
-        a_at += BLOCK_K * step
-        b_at += BLOCK_K * step
-
+    total = sum_of_products(a_at, b_at, total, k, K, BLOCK_K, step, step)
     inside = (row < M)[:, None] & (column < M)[None, :]
     out_ptr += batch.to(tl.int64) * (M * M)
     at = row[:, None] * M + column[None, :]

@@ -170,22 +170,22 @@ def store_quantized(
 # --- launches -----------------------------------------------------------------------------------------
 
 
-def program_count(x: jax.Array, tile: tiles.RowTile, *, persistent: bool, sums: int = 1) -> int:
-    """Programs of a row kernel: one per block of rows, or few that loop over blocks (`persistent`).
+def row_launch(
+    x: jax.Array, tile: tiles.RowTile, *, persistent: bool, sums: int = 1
+) -> dict[str, Any]:
+    """The grid, the warps and the sizes for which a row kernel is compiled.
 
-    `sums`: number of rows of partial sums that each program writes.
-    """
-    blocks = triton.cdiv(x.size // x.shape[-1], tile.rows)
-    return min(blocks, tiles.row_programs(tile, sums)) if persistent else blocks
-
-
-def row_constants(x: jax.Array, tile: tiles.RowTile, *, persistent: bool) -> dict[str, int]:
-    """The sizes for which a row kernel is compiled.
-
-    Stages are tuned for 16 bits, because fp32 rows might not fit into shared memory with as many stages.
+    There is one program per block of rows; or, if `persistent`, few that loop over blocks, and each writes
+    `sums` rows of partial sums. Stages are tuned for 16 bits, because fp32 rows might not fit into shared
+    memory with as many stages.
     """
     width = x.shape[-1]
+    programs = blocks = triton.cdiv(x.size // width, tile.rows)
+    if persistent:
+        programs = min(blocks, tiles.row_programs(tile, sums))
     return {
+        "grid": (programs,),
+        "num_warps": tile.warps,
         "M": x.size // width,
         "WIDTH": width,
         "ROWS": tile.rows,

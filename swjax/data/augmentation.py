@@ -108,13 +108,7 @@ class Augmentation:
 def _random_operation(
     image: "Image.Image", level: float, rng: np.random.Generator
 ) -> "Image.Image":
-    """Applies one of RandAugment's 14 operations.
-
-    Args:
-      image: RGB.
-      level: magnitude, 0 to 1.
-      rng: generator of the operation and its sign.
-    """
+    """Applies one of RandAugment's operations, with a random sign, at a level of 0 to 1 to an RGB image."""
     names = tuple(operations())
     name, sign = names[rng.integers(len(names))], int(rng.choice((-1, 1)))
     return operations()[name](image, level, sign)
@@ -179,13 +173,12 @@ def _jitter(
 
 
 def shift_hue(image: "Image.Image", share: float) -> "Image.Image":
-    """Shifts the hue by a share of the color circle."""
+    """Shifts the hue by a share of the color circle, modulo 1."""
     from PIL import Image
 
     hue, saturation, value = image.convert("HSV").split()
-    shifted = Image.fromarray(
-        np.asarray(hue) + np.int32(share * 255).astype(np.uint8)
-    )  # modulo 256
+    # uint8 wraps around, as does the color circle.
+    shifted = Image.fromarray(np.asarray(hue) + np.int32(share * 255).astype(np.uint8))
     return Image.merge("HSV", (shifted, saturation, value)).convert("RGB")
 
 

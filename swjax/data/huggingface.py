@@ -113,10 +113,8 @@ def _of_hub(repository: str, revision: str | None, config: str | None, split: st
             return datasets.load_dataset(str(snapshot), config, split=split)
         if hub_cache.is_offline() or hub_cache.answers():
             return datasets.load_dataset(repository, config, split=split, revision=revision)
-    except (
-        OSError,
-        datasets.exceptions.DatasetNotFoundError,
-    ) as error:  # of the network or the disk
+    # OSError: the network or the disk failed.
+    except (OSError, datasets.exceptions.DatasetNotFoundError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(
             f"the data set {repository} is not in the cache and cannot be downloaded "

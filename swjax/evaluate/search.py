@@ -5,8 +5,6 @@ python -m swjax search clip.safetensors "a red fox" --pictures=photos
 """
 
 import argparse
-import base64
-import io
 import sys
 from collections.abc import Iterator, Sequence
 from html import escape
@@ -26,8 +24,6 @@ from swjax.report import page
 from swjax.safe_files import mask_credentials, printable, write_atomically
 from swjax.training.faults.errors import ConfigError
 from swjax.training.inputs import open_source
-
-_THUMBNAIL = 160  # largest height and width in pixels
 
 
 class Found(NamedTuple):
@@ -196,14 +192,7 @@ def write_page(
 
 
 def _thumbnail(image: Any) -> str:
-    from PIL import Image
-
-    pixels = decode(image.read_bytes()) if isinstance(image, Path) else image
-    picture = Image.fromarray(pixels).convert("RGBA")
-    picture.thumbnail((_THUMBNAIL, _THUMBNAIL))
-    data = io.BytesIO()
-    picture.save(data, "PNG")
-    return "data:image/png;base64," + base64.b64encode(data.getvalue()).decode()
+    return page.thumbnail(decode(image.read_bytes()) if isinstance(image, Path) else image)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -14,6 +14,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from swjax import data
+from swjax.data.examples import EvalExample
 from swjax.data.images import SHORTEST
 from swjax.models import sharding
 from swjax.models.sharding import Share
@@ -173,6 +174,47 @@ def images(
     readable = np.isin(keep, index)
     rows = np.searchsorted(index[order], np.asarray(keep)[readable])
     return Images(*columns, rows, kept[readable])
+
+
+class OfSet:
+    """What evaluators of a set share: its images, and the sizes of batches and texts.
+
+    Args:
+      predict, source, batch_size, share, on_bad, max_bad_share: see `images`.
+      name: name of the set, for the names of the scores.
+      what: the set, for the beginning of errors.
+      context_length, image_size, tokenizer, fitting: see `images`.
+    """
+
+    def __init__(
+        self,
+        predict: Predict,
+        source: data.Source,
+        name: str,
+        what: str,
+        *,
+        batch_size: int,
+        context_length: int,
+        image_size: int,
+        tokenizer: str = "",
+        fitting: data.Fitting = SHORTEST,
+        share: Share = ALONE,
+        on_bad: str = "skip",
+        max_bad_share: float = 0.01,
+    ):
+        self._predict, self._source, self._name = predict, source, name
+        self._sizes: dict[str, Any] = {
+            "batch_size": batch_size,
+            "context_length": context_length,
+            "tokenizer": tokenizer,
+            "share": share,
+        }
+        reading: dict[str, Any] = {"on_bad": on_bad, "max_bad_share": max_bad_share, "what": what}
+        reading |= {"image_size": image_size, "fitting": fitting}
+        self._images: Callable[..., Images] = partial(
+            images, predict, source=source, **reading, **self._sizes
+        )
+        self._example = EvalExample(source, context_length, image_size, fitting, tokenizer)
 
 
 def _blame(batches: Iterable[dict], what: str) -> Iterator[dict]:

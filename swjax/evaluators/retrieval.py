@@ -8,12 +8,9 @@ from typing import Any
 import numpy as np
 
 from swjax import data
-from swjax.data.examples import EvalExample
-from swjax.data.images import SHORTEST
 from swjax.evaluators import embed
 from swjax.evaluators.ranking import chance, ranks, recall, top
 from swjax.evaluators.zeroshot import Prediction
-from swjax.models.sharding import Share
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +30,7 @@ class NearestImages:
     cosines: tuple[float, ...]
 
 
-class Retrieval:
+class Retrieval(embed.OfSet):
     """Recall at 1, 5 and 10, from images to texts and from texts to images.
 
     An image may have several captions, and a caption several images. A query is answered within the first k
@@ -43,13 +40,10 @@ class Retrieval:
     Args:
       predict: see `swjax.evaluators.embed`.
       source: labelled images with `captions(label)`, see `swjax.data.source`.
-      batch_size: images, and captions, per batch, over all processes.
-      context_length, image_size: tokens per text and height = width in pixels, as in training.
-      tokenizer, fitting: what makes the tokens, and how pictures become squares, as in training.
-      share: this process's share of each batch, see `swjax.models.sharding.batch_share`.
       captions_per_image: largest number of captions per image; None uses all.
       name: name of the set, the prefix of the scores.
-      on_bad, max_bad_share: see `swjax.data.skipping.Skips`.
+      **reading: batch_size (of images, and of captions), context_length and image_size; tokenizer, fitting,
+        share, on_bad and max_bad_share: see `swjax.evaluators.embed.images`.
 
     References:
       Karpathy and Fei-Fei, "Deep visual-semantic alignments for generating image descriptions", 2015,
@@ -61,34 +55,11 @@ class Retrieval:
         predict: embed.Predict,
         source: data.Source,
         *,
-        batch_size: int,
-        context_length: int,
-        image_size: int,
-        tokenizer: str = "",
-        fitting: data.Fitting = SHORTEST,
-        share: Share = embed.ALONE,
         captions_per_image: int | None = None,
-        on_bad: str = "skip",
-        max_bad_share: float = 0.01,
         name: str = "val",
+        **reading: Any,
     ):
-        self._predict, self._source, self._name = predict, source, name
-        self._sizes: dict[str, Any] = {
-            "batch_size": batch_size,
-            "context_length": context_length,
-            "tokenizer": tokenizer,
-            "share": share,
-        }
-        reading: dict[str, Any] = {
-            "image_size": image_size,
-            "fitting": fitting,
-            "on_bad": on_bad,
-            "max_bad_share": max_bad_share,
-        }
-        self._images: Callable[..., embed.Images] = functools.partial(
-            embed.images, predict, source=source, what=f"split {name!r}", **reading, **self._sizes
-        )
-        self._example = EvalExample(source, context_length, image_size, fitting, tokenizer)
+        super().__init__(predict, source, name, f"split {name!r}", **reading)
         self._captions_per_image = captions_per_image
 
     def images(self, params: Any, *, count: int = 0) -> embed.Images:

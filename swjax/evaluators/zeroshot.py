@@ -1,16 +1,14 @@
 """Zero-shot classification: each image is assigned to the class with the nearest prompts."""
 
 import dataclasses
-import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from swjax import data
 from swjax.data import imagenet
-from swjax.data.images import SHORTEST
 from swjax.evaluators import embed
 from swjax.evaluators.ranking import chance, ranks, recall, top
 from swjax.models.sharding import Share
@@ -33,7 +31,7 @@ class Prediction:
     cosines: tuple[float, ...]
 
 
-class ZeroShot:
+class ZeroShot(embed.OfSet):
     """Top-1 and top-5 accuracy over the names of the classes that occur in a set.
 
     The vector of a class is the normalized mean of the unit vectors of its prompts, one prompt per template.
@@ -48,12 +46,8 @@ class ZeroShot:
       predict: see `swjax.evaluators.embed`.
       source: labelled images with `class_names`, see `swjax.data.source`.
       templates: prompts with "{}" for the name.
-      batch_size: images, and prompts, per batch, over all processes.
-      context_length, image_size: tokens per text and height = width in pixels, as in training.
-      tokenizer, fitting: what makes the tokens, and how pictures become squares, as in training.
-      share: this process's share of each batch, see `swjax.models.sharding.batch_share`.
       name: name of the set, for the names of the scores.
-      on_bad, max_bad_share: see `swjax.data.skipping.Skips`.
+      **reading: see `swjax.evaluators.Retrieval`; batch_size is also that of prompts.
 
     Raises:
       ValueError: a template has no "{}" for the name, or the source has no class names.
@@ -69,40 +63,13 @@ class ZeroShot:
         source: data.Source,
         *,
         templates: Sequence[str],
-        batch_size: int,
-        context_length: int,
-        image_size: int,
-        tokenizer: str = "",
-        fitting: data.Fitting = SHORTEST,
-        share: Share = embed.ALONE,
         name: str,
-        on_bad: str = "skip",
-        max_bad_share: float = 0.01,
+        **reading: Any,
     ):
         if not source.class_names:
             raise ValueError("the source has no class names: zero-shot classification needs them")
-        self._predict, self._source, self._name = predict, source, name
+        super().__init__(predict, source, name, f"zero-shot set {name!r}", **reading)
         self._templates = embed.check_templates(templates)
-        self._sizes: dict[str, Any] = {
-            "batch_size": batch_size,
-            "context_length": context_length,
-            "tokenizer": tokenizer,
-            "share": share,
-        }
-        reading: dict[str, Any] = {
-            "image_size": image_size,
-            "fitting": fitting,
-            "on_bad": on_bad,
-            "max_bad_share": max_bad_share,
-        }
-        self._images: Callable[..., embed.Images] = functools.partial(
-            embed.images,
-            predict,
-            source=source,
-            what=f"zero-shot set {name!r}",
-            **reading,
-            **self._sizes,
-        )
         self._is_imagenet = tuple(source.class_names) == imagenet.class_names()
 
     def run(self, params: Any, images: embed.Images | None = None) -> dict[str, float]:

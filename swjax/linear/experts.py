@@ -19,6 +19,7 @@ from swjax.linear.checks import OPERAND_DTYPES
 from swjax.linear.layer import (
     Layer,
     Operand,
+    as_array,
     from_bytes,
     name_for_checkpoint,
     quantize_sharded,
@@ -63,7 +64,7 @@ def forward_weight(w: jax.Array | QTensor, layer: Layer) -> Operand:
         forms = sharding.map_shards(step, (w,), (sharding.w,), tuple(specs))
     else:
         q = _quantize_weight(fwd.rhs, w, 1, layer)
-        forms = (None, _transposed(q)) if layer.reads_last_axis else (q, None)
+        forms = (None, q.T) if layer.reads_last_axis else (q, None)
     q, transposed = (form and name_for_checkpoint(form, "swjax_w") for form in forms)
     return Operand(w, q, transposed)
 
@@ -99,28 +100,19 @@ def _backward_weight(w: Operand, layer: Layer) -> tuple[jax.Array | QTensor, int
             if q and q.values.dtype == dgrad.rhs.dtype and q.scale.shape[axis] == 1:
                 return q, axis
     if dgrad is None:
-        return _array(w, layer.dtype), 2
-    array = w.array if w.array is not None else _array(w, "float32")
+        return as_array(w, layer.dtype), 2
+    array = w.array if w.array is not None else as_array(w, "float32")
     return _quantize_weight(dgrad.rhs, array, 2, layer), 2
 
 
 def _forward_weight(w: Operand, layer: Layer) -> tuple[jax.Array | QTensor, int]:
     """A weight in the form that the forward product reads, and the axis that it is summed over."""
     if layer.recipe.fwd is None:
-        return _array(w, layer.dtype), 1
+        return as_array(w, layer.dtype), 1
     if w.transposed is not None:
         return w.transposed, 2
     assert w.quantized is not None, "see `forward_weight`"
     return w.quantized, 1
-
-
-def _array(w: Operand, dtype: str) -> jax.Array:
-    if w.array is not None:
-        return w.array.astype(dtype)
-    if w.quantized is not None:
-        return reference.dequantize(w.quantized, dtype)
-    assert w.transposed is not None, "a weight has at least one form"
-    return reference.dequantize(_transposed(w.transposed), dtype)
 
 
 def _quantize_weight(quantizer: Quantizer, w: jax.Array, axis: int, layer: Layer) -> QTensor:
@@ -134,10 +126,6 @@ def _quantize_weight(quantizer: Quantizer, w: jax.Array, axis: int, layer: Layer
 
     scale = Spec(() if i in axes else each for i, each in enumerate(sharding.w))
     return sharding.map_shards(step, (w,), (sharding.w,), quantized_specs(sharding.w, scale))
-
-
-def _transposed(q: QTensor) -> QTensor:
-    return QTensor(q.values.mT, q.scale.mT)
 
 
 # --- the products -------------------------------------------------------------------------------------
@@ -255,8 +243,7 @@ def _implementation(a: jax.Array | QTensor, layer: Layer) -> str | None:
 
 def exact_output(x: jax.Array, w: Any, group_sizes: jax.Array, layer: Layer) -> jax.Array:
     """y without quantization, which JAX differentiates."""
-    w = _transposed(w) if isinstance(w, QTensor) else w
-    w = reference.dequantize(w, layer.dtype) if isinstance(w, QTensor) else w.astype(layer.dtype)
+    w = as_array(Operand(transposed=w) if isinstance(w, QTensor) else Operand(w), layer.dtype)
     options: dict[str, Any] = {"out_dtype": layer.out_dtype, "precision": layer.precision}
     return reference.ragged_matmul(x, w, group_sizes, axis=1, **options)
 

@@ -102,7 +102,7 @@ class Operand(NamedTuple):
 
 
 def as_array(operand: Operand, dtype: str) -> jax.Array:
-    """The matrix itself, or its dequantized form."""
+    """The matrix itself, or its dequantized form; also of a stack of matrices."""
     if operand.array is not None:
         return operand.array.astype(dtype)
     if operand.quantized is not None:

@@ -6,7 +6,7 @@ them.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -71,7 +71,8 @@ def output(
         specs = x_specs, w_specs, Spec((sharding.n,)), sharding.y
         return (sharding.map_shards(step, (x, weight, *terms), specs, sharding.y),)
 
-    return _with_outliers(multiply, fwd, x, sharding.x, layer.out_dtype, layer)[0]
+    parts = _parts(fwd, x, sharding.x, layer.out_dtype, layer)
+    return _sum_of_parts([multiply(*part) for part in parts], layer.out_dtype)[0]
 
 
 def input_gradients(
@@ -83,18 +84,17 @@ def input_gradients(
     products, or if n is sharded, so that one all-reduce suffices.
     """
     first, dgrad = layers[0], layers[0].recipe.dgrad
-    outliers = dgrad is not None and dgrad.has_outliers
     kinds = {(layer.sharding, layer.recipe, layer.rotated_weight) for layer in layers}
-    alike = len(kinds) == 1
-    if not outliers and alike:
+    if len(kinds) == 1 and not (dgrad and dgrad.has_outliers):
         return _multiply_input_gradients(dgrad, gs, first.dtype, ws=ws, layer=first)
 
     def of_layer(g, w, layer):
-        dgrad = layer.recipe.dgrad
-        multiply = lambda product, g, dtype: _multiply_input_gradients(
-            product, (g,), dtype, ws=(w,), layer=layer
-        )
-        return _with_outliers(multiply, dgrad, g, layer.sharding.y, layer.dtype, layer)[0]
+        parts = _parts(layer.recipe.dgrad, g, layer.sharding.y, layer.dtype, layer)
+        dxs = [
+            _multiply_input_gradients(product, (part,), dtype, ws=(w,), layer=layer)
+            for product, part, dtype in parts
+        ]
+        return _sum_of_parts(dxs, layer.dtype)[0]
 
     return tuple(map(of_layer, gs, ws, layers))
 
@@ -130,7 +130,11 @@ def _multiply_input_gradients(product: Product | None, gs, out_dtype: str, *, ws
 
     def step(gs, ws):
         ws = sharding.gather(ws, w_specs)
-        dxs = _products_or_sum(gs, ws, axes=(-1, -1), layer=layer, out_dtype=out_dtype)
+        options: dict[str, Any] = {"layer": layer, "out_dtype": out_dtype}
+        total = _sum_in_kernel(gs, ws, **options) if len(gs) > 1 else None
+        dxs = (total,)
+        if total is None:
+            dxs = tuple(_product(g, w, axes=(-1, -1), **options) for g, w in zip(gs, ws))
         if len(dxs) > 1 and sharding.sharded_axes(sharding.n):
             dxs = (add(*dxs),)
         dxs = sharding.sum(dxs, sharding.n)
@@ -156,11 +160,10 @@ def weight_gradients(
         layer = layers[alike[0]]
         of_these = scales and RowScales(scales.x, tuple(scales.gs[i] for i in alike))
         present = of_these and _present(of_these, layer)
-        multiply = partial(
-            _multiply_weight_gradients, gs=[gs[i] for i in alike], present=present, layer=layer
-        )
-        found = _with_outliers(multiply, first.recipe.wgrad, x, sharding.x, dtype, layer)
-        dws |= zip(alike, found)
+        options: dict[str, Any] = {"gs": [gs[i] for i in alike], "present": present, "layer": layer}
+        parts = _parts(first.recipe.wgrad, x, sharding.x, dtype, layer)
+        found = [_multiply_weight_gradients(*part, **options) for part in parts]
+        dws |= zip(alike, _sum_of_parts(found, dtype))
     return tuple(dws.values())
 
 
@@ -219,28 +222,27 @@ def estimated(dw: jax.Array | None, w: Operand, layer: Layer) -> jax.Array | Non
     return layer.sharding.map_shards(step, (dw, w.array), (spec, spec), spec)
 
 
-def _with_outliers(
-    multiply: Callable[..., tuple[jax.Array, ...]],
-    product: Product | None,
-    a: Operand,
-    spec: Spec,
-    out_dtype: str,
-    layer: Layer,
-) -> tuple[jax.Array, ...]:
-    """``multiply(product, a, out_dtype)``, in which outliers of `a` are multiplied in high precision.
+def _parts(
+    product: Product | None, a: Operand, spec: Spec, out_dtype: str, layer: Layer
+) -> tuple[tuple[Product | None, Operand, str], ...]:
+    """The products whose sum is the product of `a`: (product, its operand, dtype of its result) of each.
 
-    With outliers it is the sum of two: a quantized product without the outliers, and an exact product of the
-    outliers (its `product` is None).
+    With outliers there are two: a quantized product without them, and an exact product of the outliers, whose
+    Product is None.
     """
     if product is None or not product.has_outliers:
-        return multiply(product, a, out_dtype)
-    whole = as_array(a, layer.dtype)
-    rest, outliers = split_outliers(whole, product, spec, layer)
-    terms = (
-        multiply(product, Operand(rest), "float32"),
-        multiply(None, Operand(outliers), "float32"),
-    )
-    return tuple((y + exact).astype(out_dtype) for y, exact in zip(*terms))
+        return ((product, a, out_dtype),)
+    rest, outliers = split_outliers(as_array(a, layer.dtype), product, spec, layer)
+    return (product, Operand(rest), "float32"), (None, Operand(outliers), "float32")
+
+
+def _sum_of_parts(
+    results: Sequence[tuple[jax.Array, ...]], out_dtype: str
+) -> tuple[jax.Array, ...]:
+    """The sum of the results of `_parts`, each a tuple of arrays."""
+    if len(results) == 1:
+        return results[0]
+    return tuple((y + exact).astype(out_dtype) for y, exact in zip(*results))
 
 
 # --- on one device ------------------------------------------------------------------------------------
@@ -296,24 +298,18 @@ def _long_product(a: QTensor, b: QTensor, bias, addend, options: dict[str, Any])
     return sum(map(part, others), part(0))
 
 
-def _products_or_sum(gs, ws, *, axes, layer: Layer, out_dtype: str) -> tuple[jax.Array, ...]:
-    """Returns the product of each pair, or a single sum of all products if a kernel computes the sum."""
-    pairs = [(stored(g, axes[0]), stored(w, axes[1])) for g, w in zip(gs, ws)]
+def _sum_in_kernel(gs, ws, *, layer: Layer, out_dtype: str) -> jax.Array | None:
+    """The sum of the products ``g wT`` of all pairs, or None if no kernel computes it."""
+    pairs = [(stored(g, -1), stored(w, -1)) for g, w in zip(gs, ws)]
     (a, axes_of_a), (b, axes_of_b) = (zip(*side) for side in zip(*pairs))
     options: dict[str, Any] = {"out_dtype": out_dtype, "contract": (axes_of_a[0], axes_of_b[0])}
-    fit = len(pairs) > 1 and len({*axes_of_a}) == len({*axes_of_b}) == 1
-    fit = fit and all(isinstance(q, QTensor) and _fits_kernels(q, axes_of_a[0]) for q in a)
-    chosen = {"implementation": layer.implementation}
-    if fit and dispatch.has_kernel("matmul_sum", a, b, **options, **chosen):
-        return (dispatch.run("matmul_sum", a, b, **options, **chosen),)
-    return tuple(
-        _product(g, w, axes=axes, layer=layer, out_dtype=out_dtype) for g, w in zip(gs, ws)
-    )
-
-
-def _fits_kernels(a: QTensor, axis: int) -> bool:
-    """Whether the kernels multiply such an operand: 8-bit values, and int8 sums that int32 holds."""
-    return a.values.dtype.itemsize == 1 and _sum_fits_int32(a, axis)
+    options["implementation"] = layer.implementation
+    in_8_bits = all(isinstance(q, QTensor) and q.values.dtype.itemsize == 1 for q in a)
+    fit = in_8_bits and len({*axes_of_a}) == len({*axes_of_b}) == 1
+    fit = fit and all(_sum_fits_int32(q, axes_of_a[0]) for q in a)
+    if fit and dispatch.has_kernel("matmul_sum", a, b, **options):
+        return dispatch.run("matmul_sum", a, b, **options)
+    return None
 
 
 def _sum_fits_int32(a: QTensor, axis: int) -> bool:
@@ -340,13 +336,10 @@ def _sums_over_tokens(
         operation = "block_weight_gradient"
         lhs, rhs = block_product.lhs, block_product.rhs
         options |= {"dtypes": (lhs.dtype, rhs.dtype), "block": lhs.block, "rotation": lhs.rotation}
-    rows, group = (
-        (as_rows(x.array), tuple(as_rows(g.array) for g in gs if g.array is not None)),
-        f"{operation}_group",
-    )
-    chosen = {"implementation": layer.implementation}
+    options["implementation"] = layer.implementation
+    rows, of_gs = as_rows(x.array), tuple(as_rows(g.array) for g in gs if g.array is not None)
     factors = () if present is None else (present.reshape(-1),)
-    if len(gs) > 1 and dispatch.has_kernel(group, *rows, *factors, **options, **chosen):
-        return dispatch.run(group, *rows, *factors, **options, **chosen)
-    run = partial(dispatch.run, operation, **options, **chosen)
-    return tuple(run(rows[0], g, *factors) for g in rows[1])
+    group = f"{operation}_group"
+    if len(gs) > 1 and dispatch.has_kernel(group, rows, of_gs, *factors, **options):
+        return dispatch.run(group, rows, of_gs, *factors, **options)
+    return tuple(dispatch.run(operation, rows, g, *factors, **options) for g in of_gs)

@@ -6,6 +6,7 @@ backward pass recomputes the output in the dtype of x, so it takes no memory bet
 output is computed in high precision, and saved unless the recipe sets `save_quantized`.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -32,6 +33,20 @@ class PrologueGradients(NamedTuple):
     recomputed: jax.Array | None
 
 
+class Backward(NamedTuple):
+    """What a prologue's backward pass computes in addition to the gradients.
+
+    Attributes:
+      quantize_to: dtype of the quantized input gradient, if the prologue supports it; None does not quantize.
+      recompute: whether to return the output.
+      implementation: see `swjax.kernels.dispatch`.
+    """
+
+    quantize_to: str | None
+    recompute: bool
+    implementation: str | None
+
+
 class RowOperation(NamedTuple):
     """The forward pass of a prologue: the arguments of `dispatch.run`; no name without a prologue."""
 
@@ -40,12 +55,27 @@ class RowOperation(NamedTuple):
     settings: dict[str, Any]
 
 
-class _Operation:
-    """The forward pass of every prologue."""
+class _Operation(ABC):
+    """What every prologue has."""
 
+    whole_rows: ClassVar[bool]  # whether an element of the output depends on its whole row
+
+    @abstractmethod
     def operation(self, x: Any) -> RowOperation:
         """The operation on x [..., k], or on the pair of `Gated`."""
-        raise NotImplementedError
+
+    @abstractmethod
+    def backward(
+        self, x: Any, gradients: "Gradients", residual_gradient: jax.Array | None, wanted: Backward
+    ) -> PrologueGradients:
+        """Computes the gradients of the prologue.
+
+        Args:
+          x: [..., k], the prologue's input; for `Gated` a pair.
+          gradients: [..., k] each, whose sum is the gradient of the output; or its `Factors`.
+          residual_gradient: [..., k], which is added to the input gradient, or None.
+          wanted: what to compute in addition.
+        """
 
     def forward(
         self, x: Any, *, quantize_to: str | None, implementation: str | None
@@ -93,7 +123,7 @@ class LayerNorm(_Operation):
     scale: jax.Array
     bias: jax.Array
     epsilon: float = field(default=1e-6, metadata={"static": True})
-    whole_rows: ClassVar[bool] = True  # each element depends on the whole row
+    whole_rows: ClassVar[bool] = True
 
     def operation(self, x: jax.Array) -> RowOperation:
         return RowOperation("layer_norm", (x, self.scale, self.bias), {"epsilon": self.epsilon})
@@ -103,32 +133,18 @@ class LayerNorm(_Operation):
         x: jax.Array,
         gradients: Gradients,
         residual_gradient: jax.Array | None,
-        *,
-        quantize_to: str | None,
-        recompute: bool,
-        implementation: str | None,
+        wanted: Backward,
     ) -> PrologueGradients:
-        """Computes the gradients of the prologue.
-
-        Args:
-          x: [..., k], the prologue's input.
-          gradients: [..., k] each, whose sum is the gradient of the output; or its `Factors`.
-          residual_gradient: [..., k], which is added to the input gradient, or None.
-          quantize_to: dtype of the quantized input gradient, if the prologue supports it; None does not
-            quantize.
-          recompute: whether to return the output.
-          implementation: see `swjax.kernels.dispatch`.
-        """
-        del quantize_to  # the residual gradient is added before a layer reads the sum
+        # Not quantized: the residual gradient is added before a layer reads the sum.
         dx, dscale, dbias, y = _run_backward(
             "layer_norm_backward",
             x,
             self.scale,
             gradients,
             residual_gradient,
-            self.bias if recompute else None,
+            self.bias if wanted.recompute else None,
             epsilon=self.epsilon,
-            implementation=implementation,
+            implementation=wanted.implementation,
         )
         parameters = LayerNorm(
             dscale.astype(self.scale.dtype), dbias.astype(self.bias.dtype), self.epsilon
@@ -169,13 +185,8 @@ class RMSNorm(_Operation):
         x: jax.Array,
         gradients: Gradients,
         residual_gradient: jax.Array | None,
-        *,
-        quantize_to: str | None,
-        recompute: bool,
-        implementation: str | None,
+        wanted: Backward,
     ) -> PrologueGradients:
-        """See `LayerNorm.backward`."""
-        del quantize_to
         dx, dscale, y = _run_backward(
             "rms_norm_backward",
             x,
@@ -184,8 +195,8 @@ class RMSNorm(_Operation):
             residual_gradient,
             epsilon=self.epsilon,
             offset=self.offset,
-            recompute=recompute,
-            implementation=implementation,
+            recompute=wanted.recompute,
+            implementation=wanted.implementation,
         )
         parameters = RMSNorm(dscale.astype(self.scale.dtype), self.epsilon, self.offset)
         return PrologueGradients((Operand(dx),), parameters, y)
@@ -215,20 +226,16 @@ class Gelu(_Operation):
         x: jax.Array,
         gradients: Gradients,
         residual_gradient: jax.Array | None,
-        *,
-        quantize_to: str | None,
-        recompute: bool,
-        implementation: str | None,
+        wanted: Backward,
     ) -> PrologueGradients:
-        """See `LayerNorm.backward`."""
         dx, dx_quantized, token_sum, y = _run_backward(
             "gelu_backward",
             x,
             _added(gradients),
             approximate=self.approximate,
-            quantize_to=None if residual_gradient is not None else quantize_to,
-            recompute=recompute,
-            implementation=implementation,
+            quantize_to=None if residual_gradient is not None else wanted.quantize_to,
+            recompute=wanted.recompute,
+            implementation=wanted.implementation,
         )
         gradient = Operand(dx, dx_quantized, token_sum=token_sum)
         if residual_gradient is not None:  # the other forms exclude the residual gradient
@@ -255,22 +262,18 @@ class Gated(_Operation):
         self,
         x: tuple[jax.Array, jax.Array],
         gradients: Gradients,
-        residual_gradient: None,
-        *,
-        quantize_to: str | None,
-        recompute: bool,
-        implementation: str | None,
+        residual_gradient: jax.Array | None,
+        wanted: Backward,
     ) -> PrologueGradients:
-        """See `LayerNorm.backward`; no residual connection starts at gate or up."""
-        del residual_gradient
+        del residual_gradient  # no residual connection starts at gate or up
         dgate, dup, *quantized, h = _run_backward(
             "gated_backward",
             *x,
             _added(gradients),
             activation=self.activation,
-            quantize_to=quantize_to,
-            recompute=recompute,
-            implementation=implementation,
+            quantize_to=wanted.quantize_to,
+            recompute=wanted.recompute,
+            implementation=wanted.implementation,
         )
         return PrologueGradients(tuple(map(Operand, (dgate, dup), quantized)), self, h)
 
@@ -311,9 +314,9 @@ def apply_backward(
     quantize_to: str | None,
     recompute: bool,
 ) -> PrologueGradients:
-    """Computes the gradients of a prologue; see `LayerNorm.backward`."""
+    """Computes the gradients of a prologue; see `backward` of its class."""
     sharding, spec = layer.sharding, input_spec(prologue, layer)
-    options: dict[str, Any] = {"quantize_to": quantize_to, "recompute": recompute}
+    wanted = Backward(quantize_to, recompute, layer.implementation)
     of_gradients: Any = (spec,) * len(gradients)
     if isinstance(gradients, Factors):
         of_gradients = Factors(sharding.y, specs_of(gradients.w, sharding.w))  # type: ignore[arg-type]  # specs
@@ -321,9 +324,7 @@ def apply_backward(
     def step(prologue, x, gradients, residual_gradient):
         if isinstance(gradients, Factors):
             gradients = gradients._replace(w=sharding.gather(gradients.w, of_gradients.w))
-        of = prologue.backward(
-            x, gradients, residual_gradient, implementation=layer.implementation, **options
-        )
+        of = prologue.backward(x, gradients, residual_gradient, wanted)
         sums = [dx.token_sum for dx in of.inputs], of.prologue
         totals, parameters = sharding.sum(sums, *sharding.tokens)
         dxs = tuple(dx._replace(token_sum=total) for dx, total in zip(of.inputs, totals))

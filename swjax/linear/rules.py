@@ -92,25 +92,17 @@ def forward(
     inputs: LayerArrays, addends: Addends, layers: Layers
 ) -> tuple[tuple[jax.Array, ...], Operand, tuple[Operand, ...]]:
     """Returns y = x w + bias + addend of each layer, and x and each w in the forms that were read."""
-    ws = tuple(map(_quantized_weight, inputs.ws, layers))
-    x, ys = _fused_output(inputs, ws, addends, layers)
-    if not ys:
-        x = _quantized_input(inputs.x, inputs.prologue, layers[0])
+    ws, prologue, y = tuple(map(_quantized_weight, inputs.ws, layers)), inputs.prologue, None
+    if len(layers) == 1:
+        y = fused.output(inputs.x, prologue, ws[0], inputs.biases[0], addends[0], layers[0])
+    if y is not None:
+        x, ys = Operand(None if prologue else inputs.x), (y,)
+    else:
+        x = _quantized_input(inputs.x, prologue, layers[0])
         ys = tuple(map(partial(output, x), ws, inputs.biases, addends, layers))
     if layers[0].recipe.fwd is not None:
         ys = tuple(map(_as_product, ys))
     return ys, x, ws
-
-
-def _fused_output(
-    inputs: LayerArrays, ws: tuple[Operand, ...], addends: Addends, layers: Layers
-) -> tuple[Operand, tuple[jax.Array, ...]]:
-    """Returns x in the form that is kept, and (y,); or () if no kernel fuses the layer."""
-    if len(layers) > 1:
-        return Operand(), ()
-    x, prologue = inputs.x, inputs.prologue
-    y = fused.output(x, prologue, ws[0], inputs.biases[0], addends[0], layers[0])
-    return Operand(None if prologue else x), () if y is None else (y,)
 
 
 def _as_product(y: jax.Array) -> jax.Array:

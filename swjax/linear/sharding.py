@@ -242,7 +242,7 @@ def gathered_over_mapped_axes(tree: Any) -> Any:
     """
 
     def gather(array):
-        mesh, spec = (jax.typeof(array).sharding.mesh, jax.typeof(array).sharding.spec)
+        mesh, spec = jax.typeof(array).sharding.mesh, jax.typeof(array).sharding.spec
         if mesh.empty or not any(spec):
             return array
         whole, mapped = fitting_spec(spec, array.shape, mesh), _mapped_axes(mesh)

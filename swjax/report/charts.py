@@ -219,7 +219,7 @@ def draw_accuracy(figure: "Figure", metrics: Metrics, theme: Theme) -> str:
         note(axes, (series.step[-1], height), f"{label}\n{series.last:.1%}", color)
     text = f"In the log: {', '.join(name for name in names.values() if name)}"
     chance = metrics.get(top1.replace("_top1", "_chance_top1")) if top1 else None
-    return text + (f"; chance is {_percent(chance.last)} for top-1." if chance else ".")
+    return text + (f"; chance is {percent(chance.last)} for top-1." if chance else ".")
 
 
 def draw_rms(figure: "Figure", metrics: Metrics, theme: Theme) -> str:
@@ -361,5 +361,11 @@ def _find(metrics: Metrics, ending: str) -> str | None:
     return next((name for name in metrics if name.endswith(ending) and "chance" not in name), None)
 
 
-def _percent(fraction: float) -> str:
+def percent(fraction: float | None) -> str:
+    """
+    >>> percent(0.213), percent(0.00244), percent(None)
+    ('21.3%', '0.24%', '')
+    """
+    if fraction is None:
+        return ""
     return f"{fraction:.2%}" if fraction < 0.01 else f"{fraction:.1%}"

@@ -12,7 +12,6 @@ training would skip examples or a file is damaged, 2 nothing is readable, or tra
 """
 
 import argparse
-import base64
 import io
 import math
 import os
@@ -43,7 +42,6 @@ KINDS = {
 _LEFT_OUT = ("damage", "damaged_share", "notes")  # attributes of sources that may be incomplete
 _KEYS_SHOWN = 3  # per reason
 _SHOWN = 40  # number of thumbnails, and of bad examples with reasons
-_THUMBNAIL = 160  # largest height and width in pixels
 
 
 class Seen(NamedTuple):
@@ -170,7 +168,7 @@ def _see(pairs: Source, index: int, shown: bool) -> Seen:
         height, width = image.shape[:2]
         captions = tuple(example["captions"])
         key = pairs.key(index) if hasattr(pairs, "key") else f"example {index}"
-        thumbnail = _thumbnail(image) if shown else ""
+        thumbnail = page.thumbnail(image) if shown else ""
         digest = hash((image.shape, image.tobytes()))
         return Seen(key, "", (width, height), kind, size, captions, thumbnail, digest)
     except Exception as error:  # any error makes the example bad, as in training
@@ -182,17 +180,6 @@ def _format(image: bytes) -> str:
 
     with Image.open(io.BytesIO(image)) as opened:
         return f"{opened.format} {opened.mode}"
-
-
-def _thumbnail(image: np.ndarray) -> str:
-    from PIL import Image
-
-    picture = Image.fromarray(image)
-    picture.thumbnail((_THUMBNAIL, _THUMBNAIL))
-    data = io.BytesIO()
-    picture.save(data, "PNG" if picture.mode == "RGBA" else "JPEG", quality=80)
-    kind = "png" if picture.mode == "RGBA" else "jpeg"
-    return f"data:image/{kind};base64," + base64.b64encode(data.getvalue()).decode()
 
 
 # --- what it means ------------------------------------------------------------------------------------

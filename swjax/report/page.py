@@ -6,6 +6,7 @@ from other hosts, but the page must also open from disk, in an e-mail, and years
 
 import argparse
 import base64
+import io
 import re
 import string
 from collections.abc import Iterable
@@ -13,10 +14,13 @@ from html import escape
 from importlib import resources
 from pathlib import Path
 
-from swjax.report.charts import Chart, Metrics
+import numpy as np
+
+from swjax.report.charts import Chart, Metrics, percent
 from swjax.safe_files import mask_credentials, read_inside
 
 _SIGNATURES = {b"\x89PNG\r\n\x1a\n": "png", b"\xff\xd8\xff": "jpeg"}
+_THUMBNAIL = 160  # largest height and width in pixels
 _MOST_EMBEDDED = 64 * 2**20  # bytes of saved pictures in one page
 HEADLINES = ("_top1", "/image_to_text_R@10", "/text_to_image_R@10")
 
@@ -241,6 +245,16 @@ def data_url(picture: bytes) -> str:
     raise ValueError("a picture of a page must be a PNG or a JPEG")
 
 
+def thumbnail(image: np.ndarray) -> str:
+    """A small version of a picture, uint8 [height, width, 3 or 4], as a data URL."""
+    from PIL import Image
+
+    small, data = Image.fromarray(image), io.BytesIO()
+    small.thumbnail((_THUMBNAIL, _THUMBNAIL))
+    small.save(data, "PNG" if small.mode == "RGBA" else "JPEG", quality=80)
+    return data_url(data.getvalue())
+
+
 class Pictures:
     """Embeds the pictures that a file of a run names, if they are in the run's own folder.
 
@@ -269,11 +283,18 @@ class Pictures:
 def _scores(results: dict[str, float]) -> str:
     if not results:
         return "<p class='missing'>No scores: the run has no test split, or has not finished.</p>"
-    head = "<tr><th>Score</th><th>Run</th><th>Chance</th><th>Ratio</th></tr>"
-    return f'<table class="numbers">{head}{"".join(_score_rows(results))}</table>'
+    return numbers(["Score", "Run", "Chance", "Ratio"], _score_rows(results))
 
 
-def _score_rows(results: dict[str, float]) -> Iterable[str]:
+def numbers(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A table of numbers as HTML; the first cell of a row is text. All cells are escaped."""
+    first = "".join(f"<th>{escape(cell)}</th>" for cell in head)
+    cells = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows)
+    rest = "".join(f"<tr>{row}</tr>" for row in cells)
+    return f'<table class="numbers"><tr>{first}</tr>{rest}</table>'
+
+
+def _score_rows(results: dict[str, float]) -> Iterable[list[str]]:
     for name, value in results.items():
         if "chance" in name:
             continue
@@ -281,8 +302,7 @@ def _score_rows(results: dict[str, float]) -> Iterable[str]:
         if chance := results.get(chance_name(name)):
             ratio = value / chance
             cells = [percent(value), percent(chance), f"{ratio:.{0 if ratio >= 10 else 1}f}×"]
-        columns = "".join(f"<td>{cell}</td>" for cell in cells)
-        yield f"<tr><td>{escape(label(name))}</td>{columns}</tr>"
+        yield [label(name), *cells]
 
 
 def label(name: str) -> str:
@@ -305,16 +325,6 @@ def chance_name(name: str) -> str:
     ('zeroshot/emoji_chance_top1', 'val/text_to_image_chance_R@5')
     """
     return re.sub(r"_(top\d+|R@\d+)$", r"_chance_\1", name)
-
-
-def percent(fraction: float | None) -> str:
-    """
-    >>> percent(0.213), percent(0.00244)
-    ('21.3%', '0.24%')
-    """
-    if fraction is None:
-        return ""
-    return f"{fraction:.2%}" if fraction < 0.01 else f"{fraction:.1%}"
 
 
 def duration(seconds: float) -> str:

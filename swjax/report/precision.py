@@ -53,8 +53,8 @@ def write(result: dict, workdir: Path) -> Path:
         losses="".join(_draw(chart, draw, result) for chart, draw in losses)
         if result["losses"]
         else "<p class='missing'>No training, because of --steps=0.</p>",
-        summary=_rows(["", *result["layers"]], _summary_rows(result)),
-        table=_rows(["", *result["layers"]], _all_rows(result)),
+        summary=page.numbers(["", *result["layers"]], _summary_rows(result)),
+        table=page.numbers(["", *result["layers"]], _all_rows(result)),
         environment="<pre>" + escape("\n".join(result["environment"])) + "</pre>",
     )
     return write_atomically(workdir / "compare_precision.html", text)
@@ -180,12 +180,3 @@ def _all_rows(result: dict) -> Iterable[list[str]]:
         columns = [_errors(result, arm, kind) for arm in arms]
         for cells in zip(*columns, strict=True):
             yield [cells[0][0], *(f"{error:.3%}" for _, error in cells)]
-
-
-def _rows(head: list[str], rows: Iterable[list[str]]) -> str:
-    first = "".join(f"<th>{escape(cell)}</th>" for cell in head)
-    rest = "".join(
-        f"<tr><td>{escape(name)}</td>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
-        for name, *cells in rows
-    )
-    return f'<table class="numbers"><tr>{first}</tr>{rest}</table>'

@@ -11,7 +11,6 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from html import escape
 from pathlib import Path
 
 import numpy as np
@@ -160,17 +159,13 @@ def write_page(runs: Sequence[Run], path: Path) -> None:
     """Writes a self-contained page: the losses in one chart, the scores, and the config differences."""
     caption, pictures = charts.pngs(_draw, runs)
     header, *rows = table(runs)
-    cells = "".join(
-        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
-    )
-    head = "".join(f"<th>{escape(name)}</th>" for name in header)
     text = page.fill(
         "runs.html",
         title="1 run" if len(runs) == 1 else f"{len(runs)} runs",
         subtitle=", ".join(run.name for run in runs[:6]) + (", ..." if len(runs) > 6 else ""),
         tiles="",
         chart=page.chart(charts.Chart("loss", "Training loss", caption), pictures),
-        table=f'<table class="numbers"><tr>{head}</tr>{cells}</table>',
+        table=page.numbers(header, rows),
     )
     write_atomically(path, text)
 

@@ -34,17 +34,6 @@ from swjax.recipes import Recipe
 from swjax.safe_files import parse_json
 from swjax.serving import tensor_files
 
-__all__ = [
-    "QuantizedKernel",
-    "export",
-    "load",
-    "prequantize",
-    "prequantize_variables",
-    "read_metadata",
-    "save",
-    "weights",
-]
-
 Model = nnx.Module | Mapping  # a Mapping contains the variables of a Linen model
 NNXModel = TypeVar("NNXModel", bound=nnx.Module)
 AnyModel = TypeVar("AnyModel", bound=Model)
