@@ -56,12 +56,13 @@ def test_there_are_two_hundred_mistakes():
     assert len(set(WRONG)) == len(WRONG)
 
 
-@pytest.mark.parametrize("name, value", WRONG)
-def test_a_wrong_value_is_one_line(name, value, capsys, tmp_path, monkeypatch):
-    error = refusal(f"--config.{name}={value}", capsys, tmp_path, monkeypatch)
-    shown = error.partition(f"config.{name}=")[2]
-    assert shown.strip("'").startswith(value) or float(shown.split()[0]) == float(value)
-    assert " must be " in shown or " is unknown: " in shown
+@pytest.mark.parametrize("name", KEYS)
+def test_wrong_values_are_one_line(name, capsys, tmp_path, monkeypatch):
+    for value in wrong_values(KEYS[name]):
+        error = refusal(f"--config.{name}={value}", capsys, tmp_path, monkeypatch)
+        shown = error.partition(f"config.{name}=")[2]
+        assert shown.strip("'").startswith(value) or float(shown.split()[0]) == float(value), error
+        assert " must be " in shown or " is unknown: " in shown, error
 
 
 @pytest.mark.parametrize("name", KEYS)

@@ -307,9 +307,7 @@ def without_higher_derivatives(monkeypatch):
     jax.clear_caches()  # of rules that were traced with it
 
 
-@pytest.mark.parametrize(
-    "name, recipe", thinning.thinned(list(LAYERS), RECIPES, full=["switchback"])
-)
+@pytest.mark.parametrize("name, recipe", thinning.thinned(list(LAYERS), RECIPES, full=[]))
 def test_first_derivatives_pay_nothing(name, recipe, monkeypatch):
     """The compiled operations of first derivatives are the same when support for second ones is removed."""
 

@@ -93,12 +93,6 @@ def test_leaves_import_the_standard_library_only():
         assert {name.split(".")[0] for name in imported(MODULES[leaf])} <= sys.stdlib_module_names
 
 
-def test_importing_asks_for_no_devices():
-    """`jax.distributed` must be initialized before anything asks JAX for its devices."""
-    code = "import swjax.training.loop\nfrom jax._src import xla_bridge\nassert not xla_bridge._backends"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
-
-
 def test_every_folder_has_its_rule():
     folders = {path.parent.name for path in (ROOT / "swjax").glob("*/__init__.py")}
     assert folders == set(ALLOWED) - {"swjax"}
@@ -167,15 +161,6 @@ def test_configs_import_neither_jax_nor_swjax():
         assert tops <= {"configs", "ml_collections"}, path
 
 
-def loaded_by(statement: str) -> set[str]:
-    """Returns the top-level modules that a new interpreter has loaded after a statement."""
-    code = f"{statement}\nimport sys\nprint(*{{name.split('.')[0] for name in sys.modules}})"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    return set(done.stdout.split())
-
-
 SLOW = {
     "tensorflow",
     "tensorflow_datasets",
@@ -188,23 +173,36 @@ SLOW = {
     "jax_triton",
     "ml_collections",
 }
-
-
-@pytest.mark.parametrize(
-    ("statement", "absent"),
-    [
-        ("import swjax.optax", SLOW | {"flax"}),
-        ("import swjax", SLOW | {"flax", "optax"}),
-        (
-            "import swjax.data, swjax.report, swjax.evaluators",
-            SLOW | {"array_record", "ftfy", "regex", "resvg_py"},
-        ),
-        (
-            "import swjax.models.clip, swjax.linen, swjax.losses",
-            SLOW - {"orbax"},
-        ),  # flax imports orbax
-        ("import train", SLOW | {"jax"}),
-    ],
+# {statement: modules that are not loaded after it}; one process executes them in this order.
+ABSENT = {
+    "import train": SLOW | {"jax"},
+    "import swjax": SLOW | {"flax", "optax"},
+    "import swjax.optax": SLOW | {"flax"},
+    "import swjax.data, swjax.report, swjax.evaluators": SLOW
+    | {"array_record", "ftfy", "regex", "resvg_py"},
+    "import swjax.models.clip, swjax.linen, swjax.losses": SLOW - {"orbax"},  # flax imports orbax
+}
+# `jax.distributed` must be initialized before anything asks JAX for its devices.
+LAST = (
+    "import swjax.training.loop; from jax._src import xla_bridge; print(list(xla_bridge._backends))"
 )
-def test_what_a_module_loads(statement, absent):
-    assert not loaded_by(statement) & absent
+
+
+@pytest.fixture(scope="module")
+def printed() -> list[str]:
+    """The top-level modules that a new interpreter has loaded after each statement, and JAX's devices."""
+    modules = "print(*{name.split('.')[0] for name in sys.modules})"
+    code = "import sys\n" + "".join(f"{statement}\n{modules}\n" for statement in ABSENT) + LAST
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("statement", ABSENT)
+def test_what_a_module_loads(statement, printed):
+    loaded = set(printed[list(ABSENT).index(statement)].split())
+    assert "sys" in loaded and not loaded & ABSENT[statement]
+
+
+def test_importing_asks_for_no_devices(printed):
+    assert printed[-1] == "[]"

@@ -191,7 +191,11 @@ def test_constant_scales_clip_and_keep_what_is_not_finite(
         got = call(), call(transpose=True)
     one = np.full((1, 1), scale, "float32")
     for q, want in zip(got, (values, values.T), strict=True):
-        assert_same_bits(q, (want, one))
+        nan = np.isnan(np.asarray(q.values, np.float32))
+        np.testing.assert_array_equal(nan, np.isnan(want.astype("float32")))
+        # e5m2 has several NaNs, and devices choose differently.
+        known = np.where(nan, want, np.asarray(q.values))
+        assert_same_bits(q._replace(values=known), (want, one))
 
 
 @implementations.each("quantize", **same((3, 5, 48)))
@@ -454,8 +458,7 @@ def test_sum_of_products(operation, implementation, shape, dtypes, count, out_dt
     m, k, n = shape
     if "mosaic" in implementation:
         m = -(-m // 8) * 8
-    ks = (k, k) if count == 2 else (k, 128, k)
-    pairs = [operands((m, k, n), dtypes, seed=seed) for seed, k in enumerate(ks)]
+    pairs = [operands((m, k, n), dtypes, seed=seed) for seed in range(count)]
     # The largest scale is that of another product in each row.
     pairs = [(a._replace(scale=a.scale * 10.0**i), b) for i, (a, b) in enumerate(pairs)]
     a, b = zip(*pairs)

@@ -15,6 +15,7 @@ from implementations import release
 
 from benchmarks.kernels import shapes
 from swjax.kernels import dispatch, tiles
+from swjax.kernels.block_formats.reference import Blocks
 from swjax.kernels.mosaic_gpu.slices import Slices
 from swjax.kernels.reference import QTensor
 
@@ -225,6 +226,25 @@ def test_cross_entropy_moves_16_bytes_at_a_time(compiled, v, tmp_path):
     assert loads.keys() == {"ld.global.v4.b32"}
     stores = instructions(kernel, r"st\.global")
     assert stores.pop("st.global.b32") == 1 and stores.keys() == {"st.global.v4.b32"}
+    assert_no_spills(kernel, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "operation, x, options",
+    [
+        ("quantize_segments", D, {"axes": (-1, 0)}),
+        release("quantize_segments", FF, {"axes": (-1,)}),
+        release("quantize_segments", FF, {"axes": (0,)}),
+        ("quantize_squares", array((4096, 14_336)), {}),
+    ],
+)
+def test_blocks_are_quantized_with_wide_loads_and_stores(compiled, operation, x, options, tmp_path):
+    options = {"dtype": E4M3, "block": 128} | options
+    kernel = compiled(90, in_triton(operation), x, **options)
+    assert instructions(kernel, r"ld\.global").keys() == {"ld.global.v4.b32"}
+    stores = instructions(kernel, r"st\.global")
+    scales = stores.pop("st.global.b32")
+    assert stores.keys() == {"st.global.v4.b32"} and scales <= 2, stores
     assert_no_spills(kernel, tmp_path)
 
 
@@ -447,6 +467,15 @@ def test_mosaic_ragged_products_lower_for_hopper(case):
     operation, arrays, options = RAGGED[case]
     program = lowered(in_mosaic(operation), *arrays, out_dtype="bfloat16", **options)
     assert "mosaic_gpu" in program
+
+
+@pytest.mark.parametrize("scales, out_dtype", [(20, "bfloat16"), release(2560, "float32")])
+def test_mosaic_products_of_blocks_lower_for_hopper(scales, out_dtype):
+    def blocks(rows, scales):
+        return Blocks(array((rows, 1280), E4M3), array((scales, 10)), array((1, 1)))
+
+    operands = blocks(1088, 1088), blocks(2560, scales), array((2560,))
+    assert "mosaic_gpu" in lowered(in_mosaic("block_matmul"), *operands, out_dtype=out_dtype)
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the kernel needs jax 0.11")

@@ -32,7 +32,7 @@ from swjax.kernels import dispatch, reference
 COLUMNS = {"op": -33, "shape": -17, "dtype": -13, "implementation": -27, "us": 9, "tops": 7}
 COLUMNS |= {"gbs": 6, "copy_share": 10, "ratio": 6, "peer": -22, "snr_db": 6, "identical": 9}
 COLUMNS |= {"error": -1}
-SMOKE = {"fc1": LinearShape(256, 64, 256), "out": LinearShape(256, 64, 64)}
+SMOKE = {"fc1": LinearShape(256, 128, 512), "out": LinearShape(256, 128, 128)}
 SMOKE_HEADS = {"": ((2, 24, 2, 16), True)}
 # Arrays of fewer bytes stay in the L2 cache between runs, so their rows have no share of the copy bandwidth.
 CACHED = 128 * 2**20
@@ -177,6 +177,29 @@ def pass_cases(layer: LinearShape) -> Iterator[Case]:
     yield Case("quantize weight, both, maxima known", "quantize_both", f"{k}x{n}", arrays, {})
 
 
+def block_cases(layer: LinearShape) -> Iterator[Case]:
+    """Yields what a layer of `fp8_block128` runs."""
+    m, k, n = layer
+    blocks = recipes.RECIPES["fp8_block128"].fwd.lhs
+    options = {"dtype": blocks.dtype, "block": blocks.block}
+    x, g = timing.random(m, k), timing.random(m, n)
+    w = timing.random(k, n, dtype="float32", scale=k**-0.5)
+    both = options | {"axes": (-1, 0)}
+    yield Case("quantize_segments, both", "quantize_segments", f"{m}x{n}", (g,), both)
+    one = options | {"axes": (-1,)}
+    yield Case("quantize_segments", "quantize_segments", f"{m}x{k}", (x,), one)
+    yield Case("quantize_squares", "quantize_squares", f"{k}x{n}", (w,), options)
+    (x, x_t), (g, g_t) = (jax.jit(partial(reference.quantize_segments, **both))(a) for a in (x, g))
+    w_t, w = jax.jit(partial(reference.quantize_squares, **options))(w)
+    for name, arrays, out_dtype in (
+        ("block_matmul", (x, w_t), "bfloat16"),
+        ("block_matmul, input gradient", (g, w), "bfloat16"),
+        ("block_matmul, weight gradient", (x_t, g_t), "float32"),
+    ):
+        options = {"out_dtype": out_dtype}
+        yield Case(name, "block_matmul", f"{m}x{k}->{n}", arrays, options, {}, 2 * m * k * n)
+
+
 def attention_cases(layer: LinearShape) -> Iterator[Case]:
     """Yields both passes of attention in towers and at other numbers of tokens; once for a block."""
     if layer.k != layer.n:
@@ -271,6 +294,7 @@ CASES = {
     "weight_gradients": weight_gradient_cases,
     "groups": group_cases,
     "passes": pass_cases,
+    "blocks": block_cases,
     "attention": attention_cases,
     "language_models": language_cases,
     "heads": head_cases,

@@ -74,25 +74,24 @@ def quantize_segments(
     x: jax.Array, *, axes: tuple[int, ...], dtype: str, block: int
 ) -> tuple[Blocks, ...]:
     """`reference.quantize_segments` for segments of 128."""
-    matrix = x.reshape(-1, x.shape[-1])
-    straight, transposed = _quantize(matrix, dtype, squares=False, axes=axes)
-    if straight is not None:
-        scales = straight.scales.reshape(*x.shape[:-1], -1)
-        straight = Blocks(straight.values.reshape(x.shape), scales, jnp.ones((1,) * x.ndim))
-    found = {-1: straight, 0: transposed}
+    found = _quantize(x.reshape(-1, x.shape[-1]), dtype, squares=False, axes=axes)
+    if -1 in axes:
+        values, scales, _ = found[-1]
+        scales = scales.reshape(*x.shape[:-1], -1)
+        found[-1] = Blocks(values.reshape(x.shape), scales, jnp.ones((1,) * x.ndim))
     return tuple(found[axis] for axis in axes)
 
 
 def quantize_squares(w: jax.Array, *, dtype: str, block: int) -> tuple[Blocks, Blocks]:
     """`reference.quantize_squares` for squares of 128."""
-    straight, transposed = _quantize(w, dtype, squares=True, axes=(-1, 0))
-    return transposed, straight
+    found = _quantize(w, dtype, squares=True, axes=(0, -1))
+    return found[0], found[-1]
 
 
 def _quantize(
     x: jax.Array, dtype: str, *, squares: bool, axes: tuple[int, ...]
-) -> tuple[Blocks | None, Blocks | None]:
-    """Blocks of x for sums over its last axis, and over its first one; None for those not in `axes`."""
+) -> dict[int, Blocks]:
+    """Blocks of a matrix for sums over its last axis (-1) and its rows (0): those in `axes`."""
     (m, n), straight, transposed = x.shape, -1 in axes, 0 in axes
     scales = (m // BLOCK, n // BLOCK) if squares else (n // BLOCK, m)
     values, scale, values_t, scale_t = launcher.call(
@@ -117,11 +116,9 @@ def _quantize(
     )
     one = jnp.ones((1, 1))
     if squares:
-        return Blocks(values, scale, one), Blocks(values_t, scale.T, one)
-    return (
-        Blocks(values, scale.T, one) if straight else None,
-        Blocks(values_t, scale_t.T, one) if transposed else None,
-    )
+        return {-1: Blocks(values, scale, one), 0: Blocks(values_t, scale.T, one)}
+    found = {-1: Blocks(values, scale.T, one), 0: Blocks(values_t, scale_t.T, one)}
+    return {axis: found[axis] for axis in axes}
 
 
 def why_not(

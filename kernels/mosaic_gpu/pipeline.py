@@ -55,9 +55,26 @@ class Scratch(NamedTuple):
     mirrored: Ref = None
 
 
+class Fold(NamedTuple):
+    """How to add the sums of single steps, such as with scales that change from step to step.
+
+    Attributes:
+      read: function of a slot that returns what `add` needs besides the sums.
+      add: function of what `read` returned, the sums of the step and the total, that returns the new total.
+      initial: the total before the first step.
+      chunk: number of steps whose products overlap additions. It is 1 if registers hold one set of sums
+        besides the total, and more if they hold two.
+    """
+
+    read: Callable[[jax.Array], Any]
+    add: Callable[[Any, jax.Array, Any], Any]
+    initial: Any
+    chunk: int
+
+
 # (first step of a unit, number of steps, function to call in step DURING or None, function of a step and its
-# slot to call before its product or None) -> their sums.
-SumSteps = Callable[..., jax.Array]
+# slot to call before its product or None, a `Fold` or None) -> their sums; with a `Fold` its total.
+SumSteps = Callable[..., Any]
 DURING = 2  # copies of the unit before have probably ended
 
 
@@ -160,7 +177,7 @@ def _multiply_units(work: Work, scratch: Scratch, units: jax.Array, half: jax.Ar
     def multiply_unit(unit, used):
         def sum_steps(first, count, during=None, before=None, fold=None):
             if fold:
-                return _fold_steps(work, scratch, used + first, count, half, *fold)
+                return _fold_steps(work, scratch, used + first, count, half, fold)
             return _sum_steps(work, scratch, used + first, count, half, during, before)
 
         work.store(unit, work.total(unit, half, sum_steps), half)
@@ -206,37 +223,45 @@ def _sum_steps(
     return pl.run_scoped(multiply_steps, sums=sums)
 
 
-def _fold_steps(work, scratch, used, count, half, prepare, add, initial, unroll):
-    """Folds the sums of `count` steps from step `used` on, each of them on its own."""
-    allocate = plgpu.WGMMAAccumulatorRef((HALF, work.columns), jnp.dtype(work.sum_dtype))
+def _fold_steps(
+    work: Work,
+    scratch: Scratch,
+    used: jax.Array,
+    count: int,
+    half: jax.Array,
+    fold: Fold,
+) -> Any:
+    """Adds the sums of each of `count` steps from step `used` on; see `Fold`.
 
-    def finish(step, prepared, sums, total, wait):
-        value = plgpu.wgmma_accumulator_load(sums, wait_n=wait)
-        plgpu.barrier_arrive(scratch.empty.at[lax.rem(used + step, work.stages)])
-        return add(prepared, value, total)
+    While a thread adds the sums of a step, the tensor cores multiply the next step of the same chunk.
+    """
+    accumulator = plgpu.WGMMAAccumulatorRef((HALF, work.columns), jnp.dtype(work.sum_dtype))
 
-    def chunk(first, length, total):
-        def step(i, before, total):
-            def issue(sums):
+    def add_chunk(first, length, total):
+        def add(slot, sums, total, *, in_flight):
+            finished = plgpu.wgmma_accumulator_load(sums, wait_n=in_flight)
+            known = fold.read(slot)
+            plgpu.barrier_arrive(scratch.empty.at[slot])
+            return fold.add(known, finished, total)
+
+        def multiply(i, before, total):
+            def with_sums(sums):
                 slot = lax.rem(used + first + i, work.stages)
-                prepared = prepare(first) if before is None else None
                 plgpu.barrier_wait(scratch.full.at[slot])
                 work.multiply(sums, slot, half)
-                done = total
-                if before is not None:
-                    done = finish(first + i - 1, *before, total, 1)
-                    prepared = prepare(first + i)
+                added = add(*before, total, in_flight=1) if before else total
                 if i + 1 < length:
-                    return step(i + 1, (prepared, sums), done)
-                return finish(first + i, prepared, sums, done, 0)
+                    return multiply(i + 1, (slot, sums), added)
+                return add(slot, sums, added, in_flight=0)
 
-            return pl.run_scoped(issue, sums=allocate)
+            return pl.run_scoped(with_sums, sums=accumulator)
 
-        return step(0, None, total)
+        return multiply(0, None, total)
 
-    whole, rest = divmod(count, unroll)
-    total = lax.fori_loop(0, whole, lambda i, total: chunk(i * unroll, unroll, total), initial)
-    return chunk(whole * unroll, rest, total) if rest else total
+    whole, rest = divmod(count, fold.chunk)
+    chunk = lambda i, total: add_chunk(i * fold.chunk, fold.chunk, total)
+    total = lax.fori_loop(0, whole, chunk, fold.initial)
+    return add_chunk(whole * fold.chunk, rest, total) if rest else total
 
 
 def unit_count(total: int, block: jax.Array, blocks: int) -> jax.Array:
@@ -356,6 +381,7 @@ def launch(
     cluster: int,
     addend: bool = False,
     edge: bool = False,
+    vectors: tuple[int, ...] = (),
     piece: int | None = None,
     interpret: Any,
 ) -> Callable:
@@ -370,10 +396,12 @@ def launch(
       cluster: number of blocks of a cluster.
       addend: whether an array is added to the tiles.
       edge: whether `store_rows` writes some of the tiles.
+      vectors: lengths of float32 slots, such as scales: a ring [stages, length] each, after the `Scratch`.
       piece: number of columns written at a time; None: they fill a line.
       interpret: parameters of Pallas's interpreter, or None.
     """
-    arrivals: dict[str, Any] = dict(num_arrivals=2, num_barriers=stages)
+    arrivals: dict[str, Any] = dict(num_arrivals=MEMORY, num_barriers=stages)
+    full = plgpu.Barrier(num_arrivals=len(rings) + len(vectors), num_barriers=stages)
     empty: plgpu.Barrier | plgpu.ClusterBarrier = plgpu.Barrier(**arrivals)
     in_clusters: dict[str, Any] = {}
     if cluster > 1:
@@ -385,11 +413,12 @@ def launch(
     piece = piece or piece_of(dtype)
     pieces = TILE_N // piece
     out_buffers = buffer((2, pieces if addend else 2, HALF, piece), dtype)
-    scratch: tuple = (a, b, out_buffers, plgpu.Barrier(**arrivals), empty)
+    scratch: tuple = (a, b, out_buffers, full, empty)
     if addend:
         scratch += (plgpu.Barrier(num_arrivals=pieces, num_barriers=2),)
     if edge:
         scratch += (plgpu.SMEM((2, HALF, piece), dtype),)
+    scratch += tuple(plgpu.SMEM((stages, length), jnp.float32) for length in vectors)
     return kernel(body, out, scratch, blocks=blocks, interpret=interpret, **in_clusters)
 
 

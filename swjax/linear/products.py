@@ -109,6 +109,7 @@ def read_gradient(g: Operand, layer: Layer) -> Operand:
         return g
     g_spec = layer.sharding.y
     if wgrad is not None and dgrad.in_blocks and layer.w_dtype:
+        assert g.array is not None, "every gradient is known in high precision"
         both = quantize_blocks_both_ways((dgrad.lhs, wgrad.rhs), g.array, g_spec, layer)
         return g if both is None else g._replace(quantized=both[0], transposed=both[1])
     if layer.recipe.quantizes_gradient_once and layer.reads_last_axis and layer.w_dtype:

@@ -118,17 +118,18 @@ def _as_product(y: jax.Array) -> jax.Array:
 
 def _quantized_input(x: Any, prologue: Prologue | Gated | None, layer: Layer) -> Operand:
     """The layers' input, after the prologue."""
-    fwd, sharding, q = layer.recipe.fwd, layer.sharding, None
+    fwd, sharding = layer.recipe.fwd, layer.sharding
+    q: QTensor | Blocks | None = None
     if prologue is not None:
         fusable = prologue.whole_rows or not sharding.sharded_axes(sharding.k)
         quantize_to = fwd.lhs.dtype if quantizes_rows(fwd) and fusable else None
         x, q = apply(prologue, x, layer, quantize_to=quantize_to)
-    if q is None and fwd is not None and not (fwd.outlier_threshold or fwd.in_blocks):
-        q = quantize_sharded(fwd.lhs, x, sharding.x, -1, layer)
-    if q is None and fwd is not None and fwd.in_blocks and not fwd.has_outliers:
-        if layer.multiplies_blocks(fwd.lhs, x.shape[-1]):
+    if q is None and fwd is not None and not fwd.has_outliers:
+        if not fwd.in_blocks:
+            q = quantize_sharded(fwd.lhs, x, sharding.x, -1, layer)
+        elif layer.multiplies_blocks(fwd.lhs, x.shape[-1]):
             q = quantize_in_blocks(fwd.lhs, x, sharding.x, -1, layer)
-    if q is not None and layer.recipe.save_quantized:
+    if isinstance(q, QTensor) and layer.recipe.save_quantized:
         q = name_for_checkpoint(q, "swjax_x")
     return Operand(x, q)
 
