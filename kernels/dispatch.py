@@ -159,20 +159,14 @@ def _specification(function: Callable, *options: str) -> Callable:
 def _jitted(name: str, operation: str, **options):
     """Returns one jitted function per kernel and options, so that layers of equal shapes share its lowering,
     which for GPUs takes about a second. Processes share that through the compilation cache."""
-    shared = _function(name, operation, options)
+
+    def shared(*arrays):
+        return kernel(name, operation)(*arrays, **options)
+
+    shared.__name__ = f"swjax_{operation}"
     if name != "pallas_tpu":
         shared = saved_programs.saved(shared, name, operation, options)
     return jax.jit(jax.custom_batching.sequential_vmap(shared))
-
-
-def _function(name: str, operation: str, options: dict[str, Any]) -> Callable:
-    """A kernel as a function (*arrays) -> arrays."""
-
-    def function(*arrays):
-        return kernel(name, operation)(*arrays, **options)
-
-    function.__name__ = f"swjax_{operation}"
-    return function
 
 
 def choose(operation: str, *arrays: Any, implementation: str | None = None, **options: Any) -> str:

@@ -10,15 +10,11 @@ import jax
 from flax import nnx
 from jax import lax
 
+from swjax.kernels.gated.reference import ACTIVATIONS
 from swjax.linear.checks import OPERAND_DTYPES
 
 Names = tuple[str, str, str]  # attributes of a block: the layers of gate, up and down
 _struct = jax.ShapeDtypeStruct
-ACTIVATIONS: dict[str, Callable] = {
-    "silu": jax.nn.silu,
-    "gelu": functools.partial(jax.nn.gelu, approximate=False),
-    "gelu_tanh": jax.nn.gelu,
-}
 # From gate, up and down to the function (x, activation) -> y of all three; to None if they do not fit.
 Together = Callable[[Any, Any, Any], Callable[[jax.Array, str], Any] | None]
 

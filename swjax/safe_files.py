@@ -107,7 +107,7 @@ def parse_json(text: str | bytes) -> Any:
     except RecursionError:
         raise ValueError("its JSON nests too deeply") from None
     except ValueError as error:
-        raise ValueError(f"it is not JSON: {' '.join(str(error).split())}") from None
+        raise ValueError(f"it is not JSON: {one_line(error)}") from None
     if is_too_deep(found):
         raise ValueError("its JSON nests too deeply")
     return found
@@ -197,13 +197,22 @@ def open_no_follow(path: str | Path, mode: str, **options: Any) -> IO[Any]:
         raise OSError(errno.ELOOP, reason, str(path)) from None
 
 
+def one_line(error: object) -> str:
+    """The text of an error on one line.
+
+    >>> one_line(ValueError("a,\\n  b"))
+    'a, b'
+    """
+    return " ".join(str(error).split())
+
+
 def printable(text: str) -> str:
     """Returns one line that a terminal shows as it is: names of files may contain escape sequences.
 
     >>> printable("a\x1b[2J\tb")
     'a?[2J b'
     """
-    return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
+    return "".join(c if c.isprintable() else "?" for c in one_line(text))
 
 
 def mask_credentials(text: str) -> str:

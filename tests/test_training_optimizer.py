@@ -78,9 +78,10 @@ def test_gradient_clipping_is_the_other_arm(micro, name):
     np.testing.assert_allclose(norm, kept * 1e-3, rtol=1e-5)
 
 
-def test_muon_orthogonalizes_the_matrices_of_blocks(micro):
+@pytest.mark.parametrize("coefficients", ["quintic", "nonic"])
+def test_muon_orthogonalizes_the_matrices_of_blocks(micro, coefficients):
     """The other parameters have AdamW's updates."""
-    config = micro(optimizer__name="muon")
+    config = micro(optimizer__name="muon", optimizer__coefficients=coefficients)
     adamw = micro(optimizer__name="adamw")
     shapes = {"blocks": {"kernel": (2, 6, 4), "bias": (2, 4)}, "embedding": (5, 3), "bias": (3,)}
     keys = iter(jax.random.split(jax.random.key(0), 8))

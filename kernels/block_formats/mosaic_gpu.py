@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +22,8 @@ BLOCK = LINE  # values that share a scale: those of one step
 FORMAT = "float8_e4m3fn", BLOCK, "float32"
 COLUMNS, GROUP, UNROLL = 128, 128, 4
 PIECE = 32  # columns written at a time
-TILE = MosaicTile(stages=5, width=8)
+SQUARES = 32  # scales of squares in a slot, of which a tile reads one or two: a copy has 128 bytes
+TILE = MosaicTile(stages=4, width=16)
 
 
 class BlockProductRefs(NamedTuple):
@@ -32,8 +32,8 @@ class BlockProductRefs(NamedTuple):
     Attributes:
       a: [m, k] e4m3.
       b: [n, k] e4m3.
-      a_scale: [steps, m], padded to whole tiles if m is not a multiple of HALF.
-      b_scale: [steps, n], or [steps, squares], padded to whole tiles.
+      a_scale: [steps, m].
+      b_scale: [steps, n], or [steps, squares] padded to a multiple of SQUARES.
       bias: [n] float32 padded to whole tiles, or [1] if the product has no bias.
     """
 
@@ -81,6 +81,8 @@ class BlockProductWork(TiledWork):
     inputs: BlockProductRefs
     out: Ref
     scratch: Scratch
+    a_scale: Ref
+    b_scale: Ref
     block: jax.Array
 
     @property
@@ -92,21 +94,33 @@ class BlockProductWork(TiledWork):
         return 0, self.spec.steps
 
     def load(self, unit: jax.Array) -> Callable:
-        return partial(self.copy_operands, self.inputs.a, self.inputs.b, self.corner(unit))
+        row, column = self.corner(unit)
+
+        def copy(step, slot, full):
+            self.copy_operands(self.inputs.a, self.inputs.b, (row, column), step, slot, full)
+            a_part = self.inputs.a_scale.at[step, pl.ds(row, TILE_M)]
+            plgpu.copy_gmem_to_smem(a_part, self.a_scale.at[slot], full)
+            at = (
+                pl.ds(column // BLOCK, SQUARES)
+                if self.spec.squares
+                else pl.ds(column, self.columns)
+            )
+            plgpu.copy_gmem_to_smem(self.inputs.b_scale.at[step, at], self.b_scale.at[slot], full)
+
+        return copy
 
     def total(self, unit: jax.Array, half: jax.Array, sum_steps: SumSteps) -> Any:
         group = self.spec.group
-        row, column = self.half_corner(unit, half)
-        rows, starts = self.scale_rows(row), range(0, self.columns, group)
+        _, column = self.corner(unit)
+        starts = range(0, self.columns, group)
 
-        def scales(step):
-            a_scale = pipeline.load_registers(self.inputs.a_scale.at[step], rows)
+        def scales(slot):
+            a_scale = pipeline.load_registers(self.a_scale.at[slot], pl.ds(half * HALF, HALF))
             if self.spec.squares:
-                b_scale = [self.inputs.b_scale[step, (column + at) // BLOCK] for at in starts]
-                return [a_scale * scale for scale in b_scale]
+                first = lax.rem(column, BLOCK)
+                return [a_scale * self.b_scale[slot, (first + at) // BLOCK] for at in starts]
             b_scale = [
-                pipeline.load_registers(self.inputs.b_scale.at[step], pl.ds(column + at, group))
-                for at in starts
+                pipeline.load_registers(self.b_scale.at[slot], pl.ds(at, group)) for at in starts
             ]
             return a_scale, b_scale
 
@@ -180,10 +194,10 @@ def block_matmul(
 
     def block_matmul_kernel(*refs):
         *inputs, out = refs[: len(BlockProductRefs._fields) + 1]
-        scratch = Scratch(*refs[len(BlockProductRefs._fields) + 1 :])
-        work = BlockProductWork(
-            spec, BlockProductRefs(*inputs), out, scratch, lax.axis_index("block")
-        )
+        *buffers, a_scale, b_scale = refs[len(BlockProductRefs._fields) + 1 :]
+        inputs, scratch = BlockProductRefs(*inputs), Scratch(*buffers)
+        block = lax.axis_index("block")
+        work = BlockProductWork(spec, inputs, out, scratch, a_scale, b_scale, block)
         pipeline.run(work, scratch)
 
     y = pipeline.launch(
@@ -193,6 +207,7 @@ def block_matmul(
         stages=tile.stages,
         blocks=spec.blocks,
         cluster=cluster,
+        vectors=(TILE_M, SQUARES if spec.squares else columns),
         piece=PIECE,
         interpret=interpret,
     )(*_inputs(spec, a, b, bias))
@@ -203,19 +218,17 @@ def block_matmul(
 
 
 def _inputs(spec: BlockProductSpec, a: Blocks, b: Blocks, bias: jax.Array | None):
-    """Pads scales and bias to whole tiles, because registers are loaded without bounds checks."""
+    """Pads vectors that are not loaded with bounds checks, or whose length is not allowed."""
 
-    def padded(x, length):
-        return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, length - x.shape[-1]),))
+    def padded(x, divisor):
+        return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, -x.shape[-1] % divisor),))
 
-    rows, columns = spec.grid[0] * spec.cluster * TILE_M, spec.grid[1] * spec.columns
-    a_scale = a.scales.reshape(spec.m, spec.steps).T
     return BlockProductRefs(
         a=a.values.reshape(spec.m, -1),
         b=b.values,
-        a_scale=padded(a_scale, rows if spec.m % HALF else spec.m),
-        b_scale=padded(b.scales.T, pl.cdiv(columns, BLOCK) if spec.squares else columns),
-        bias=jnp.zeros(1) if bias is None else padded(bias.astype(jnp.float32), columns),
+        a_scale=a.scales.reshape(spec.m, spec.steps).T,
+        b_scale=padded(b.scales.T, SQUARES if spec.squares else 1),
+        bias=jnp.zeros(1) if bias is None else padded(bias.astype(jnp.float32), spec.columns),
     )
 
 

@@ -168,11 +168,7 @@ def block_products(
     grid = pl.cdiv(k, TILE_M), columns * layers
     blocks = multiprocessors or tiles.multiprocessors()
     slices = slices or best_slices(
-        math.prod(grid),
-        tokens,
-        blocks,
-        largest=count,
-        write_tokens=WRITE_TOKENS,
+        math.prod(grid), tokens, blocks, largest=count, write_tokens=WRITE_TOKENS
     )
     schedule = Schedule(math.prod(grid), blocks, count, slices)
     spec = WeightGradientSpec(grid, tokens // count, schedule)

@@ -1,12 +1,19 @@
 """The specification of a gated activation, forward and backward, fused with the quantizers of its results."""
 
+from collections.abc import Callable
+from functools import partial
+
 import jax
 
 from swjax.kernels.formats import QTensor, to_float32
 from swjax.kernels.gelu.reference import gelu_vjp
 from swjax.kernels.quantizers.reference import quantized_output
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+}
 
 
 def gated(
@@ -31,7 +38,7 @@ def gated(
     >>> gated(jnp.array([[0.0, 100.0]]), jnp.array([[3.0, 2.0]]))[0].tolist()
     [[0.0, 200.0]]
     """
-    h = (_activate(to_float32(gate), activation) * to_float32(up)).astype(gate.dtype)
+    h = (ACTIVATIONS[activation](to_float32(gate)) * to_float32(up)).astype(gate.dtype)
     return quantized_output(h, quantize_to, high_precision)
 
 
@@ -63,7 +70,7 @@ def gated_backward(
     """
     h = gated(gate, up, activation=activation)[0] if recompute else None
     x, exact = to_float32(gate), to_float32(gradient)
-    dup = (exact * _activate(x, activation)).astype(up.dtype)
+    dup = (exact * ACTIVATIONS[activation](x)).astype(up.dtype)
     along = exact * to_float32(up)
     if activation == "silu":
         _, vjp = jax.vjp(jax.nn.silu, x)
@@ -73,9 +80,3 @@ def gated_backward(
     dgate = dgate.astype(gate.dtype)
     q = [quantized_output(d, quantize_to, False)[1] for d in (dgate, dup)]
     return dgate, dup, q[0], q[1], h
-
-
-def _activate(x: jax.Array, activation: str) -> jax.Array:
-    if activation == "silu":
-        return jax.nn.silu(x)
-    return jax.nn.gelu(x, approximate=activation == "gelu_tanh")

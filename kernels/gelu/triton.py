@@ -21,9 +21,8 @@ from swjax.kernels.triton_gpu.chunks import (
 )
 
 _TAIL: tl.constexpr = tl.constexpr(reference.TAIL)
-_TERMS: tl.constexpr = tl.constexpr(
-    len(reference.TAIL)
-)  # the interpreter has no len() of a constexpr
+# A constant, because the interpreter has no len() of a constexpr.
+_TERMS: tl.constexpr = tl.constexpr(len(reference.TAIL))
 
 
 @triton.jit

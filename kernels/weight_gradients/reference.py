@@ -28,11 +28,7 @@ def weight_gradient(
 
 
 def weight_gradient_group(
-    x: jax.Array,
-    gs: tuple[jax.Array, ...],
-    *,
-    out_dtype: str,
-    precision: lax.PrecisionLike = None,
+    x: jax.Array, gs: tuple[jax.Array, ...], *, out_dtype: str, precision: lax.PrecisionLike = None
 ) -> tuple[jax.Array, ...]:
     """``xT g`` for each g: the weight gradients of layers that share their input.
 

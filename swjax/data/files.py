@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from swjax.packages import MissingPackage, require
-from swjax.safe_files import is_inside
+from swjax.safe_files import is_inside, one_line
 
 HEIF_REMEDY = "pip install 'swjax[heif]' to read HEIC"
 _HEIC = (".heic", ".heif")
@@ -340,7 +340,7 @@ def _filesystem(path: str):
     try:
         return fsspec.core.url_to_fs(path)
     except ImportError as error:
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         packages = _PACKAGES.get(path.partition("://")[0])
         remedy = f": pip install {packages}" if packages else ""
         raise MissingPackage(f"cannot read {path}: {reason}{remedy}", name=error.name) from None

@@ -36,9 +36,8 @@ def is_offline() -> bool:
 
 def answers() -> bool:
     """Whether a connection to the hub is possible: huggingface_hub tries for half a minute, with warnings."""
-    if any(
-        os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy")
-    ):
+    proxies = ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy")
+    if any(map(os.environ.get, proxies)):
         return True  # the proxy decides
     try:
         url = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")

@@ -10,6 +10,7 @@ from swjax.data import files, hub_cache
 from swjax.data.photographs import Photographs, Record, listed, named, texts
 from swjax.data.skipping import BadExample
 from swjax.packages import require
+from swjax.safe_files import one_line
 
 # OWNER/NAME[@REVISION][/CONFIG]/SPLIT
 _NAME = re.compile(
@@ -115,7 +116,7 @@ def _of_hub(repository: str, revision: str | None, config: str | None, split: st
             return datasets.load_dataset(repository, config, split=split, revision=revision)
     # OSError: the network or the disk failed.
     except (OSError, datasets.exceptions.DatasetNotFoundError) as error:
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         raise ValueError(
             f"the data set {repository} is not in the cache and cannot be downloaded "
             f"({type(error).__name__}: {reason:.120}): check the name, or {remedy}"

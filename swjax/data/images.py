@@ -26,7 +26,7 @@ _SHIFT = 0.5  # largest shift, as a share of the margin around the drawing, and 
 _SHIFT_AT_LEAST = 0.04  # share of the image
 _UNIT = (
     2**16
-)  # side of the square in which a rectangle is chosen before it takes the picture's shape
+)  # side of the square in which a rectangle is chosen; the picture's shape then stretches it
 _CONTRAST = 0.1  # largest relative change of a channel's distance from white
 
 

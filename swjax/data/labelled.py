@@ -30,7 +30,7 @@ from swjax.data.tfds_source import LabelledTFDS
 from swjax.data.webdataset import WebDataset
 
 KINDS = ("folders", "webdataset", "table", "parquet", "tfds")
-TEMPLATES = ("a photo of a {}.",)  # for sets without prompts
+TEMPLATES: tuple[str, ...] = ("a photo of a {}.",)  # for sets without prompts
 NAMES, PROMPTS = "classnames.txt", "zeroshot_classification_templates.txt"
 _SYNSET = re.compile(r"n\d{8}")
 _INTEGER = re.compile(r"\d{1,18}", re.ASCII)

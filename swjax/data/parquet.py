@@ -16,6 +16,7 @@ from swjax.data.photographs import Photographs, Record, listed, named, texts
 from swjax.data.skipping import BadExample
 from swjax.data.sources import spread
 from swjax.packages import require
+from swjax.safe_files import one_line
 
 _LARGEST_VALUES = 2**20  # bytes of the values of a column that are decoded at once
 _BYTES_KEPT = 2**29  # limit of the cached parts, per process
@@ -211,7 +212,7 @@ def _open(path: str, *, in_memory: bool = True) -> Any:
     except FileNotFoundError:
         raise ValueError(f"cannot open {path}: it does not exist: check the path") from None
     except (pyarrow.ArrowInvalid, OSError) as error:
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         raise ValueError(f"{path} is not a complete Parquet file: {reason}") from None
 
 

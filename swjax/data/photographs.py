@@ -11,7 +11,7 @@ import numpy as np
 from swjax.data.decoding import decode
 from swjax.data.skipping import BadExample
 from swjax.data.sources import spread
-from swjax.safe_files import printable
+from swjax.safe_files import one_line, printable
 
 _LONGEST_JSON = 2**24  # bytes
 _NAMED = 50  # number of names in a message
@@ -135,7 +135,7 @@ def json_object(data: str | bytes) -> dict[str, Any]:
     try:
         fields = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise BadExample(f"not JSON: {' '.join(str(error).split())}") from None
+        raise BadExample(f"not JSON: {one_line(error)}") from None
     if not isinstance(fields, dict):
         raise BadExample("the JSON is not an object")
     return fields

@@ -14,9 +14,8 @@ from swjax.data.sources import Source
 SAMPLE = 1000  # examples that are read; a set of at most so many is read as a whole
 _SECONDS = 5.0  # a survey ends after so long, with what it has read
 _THREADS = 16
-_DEVIATIONS = (
-    3.0  # a sample refuses a set if the count of bad examples exceeds the limit by so many
-)
+# A sample refuses a set if the count of bad examples exceeds the limit by so many standard deviations.
+_DEVIATIONS = 3.0
 
 
 class Survey(NamedTuple):

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from swjax.data.files import size_and_version
 from swjax.packages import require
+from swjax.safe_files import one_line
 
 # Names of tokenizers in a folder of weights, the preferred first.
 FILES = ("tokenizer.json", "spiece.model", "tokenizer.model", "sentencepiece.model")
@@ -130,5 +131,5 @@ def _sentencepiece(path: str):
 
 
 def _damaged(path: str, error: Exception) -> str:
-    reason = " ".join(str(error).split())
+    reason = one_line(error)
     return f"{path} is neither a tokenizer.json nor SentencePiece's model ({reason:.99}): download it again"

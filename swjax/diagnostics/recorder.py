@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from swjax.diagnostics.values import NamedIndex
+from swjax.safe_files import one_line
 
 Metrics = Mapping[str, jax.Array | jax.ShapeDtypeStruct | NamedIndex]
 
@@ -282,7 +283,7 @@ def json_object(what: str, text: str, *, remedy: str, **types: Any) -> dict:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{what} is damaged: {' '.join(str(error).split())}: {remedy}") from error
+        raise ValueError(f"{what} is damaged: {one_line(error)}: {remedy}") from error
     whole = isinstance(found, dict)
     if not whole or not all(isinstance(found.get(key), kind) for key, kind in types.items()):
         keys = f" with {' and '.join(types)}" if types else ""

@@ -13,6 +13,7 @@ from ml_collections import ConfigDict
 from swjax import data, inference
 from swjax.data import Fitting
 from swjax.models import sharding
+from swjax.safe_files import one_line
 from swjax.training import config as config_lib
 from swjax.training.config import ConfigError
 from swjax.training.evaluation import Evaluator
@@ -69,7 +70,7 @@ def score(
         model = encoder.model
         data.check_tokenizer(encoder.tokenizer, model.cfg.text.vocab_size)
     except (FileNotFoundError, ModuleNotFoundError, ValueError) as error:
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         raise ConfigError(f"cannot score {str(workdir or weights)!r}: {reason}") from error
     config.data.image_size = model.cfg.vision.image_size
     config.data.context_length = model.cfg.text.context_length

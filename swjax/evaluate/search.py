@@ -21,7 +21,7 @@ from swjax.evaluators import ranking
 from swjax.inference.encoder import Encoder, load, pixels
 from swjax.models.config import VisionConfig
 from swjax.report import page
-from swjax.safe_files import mask_credentials, printable, write_atomically
+from swjax.safe_files import mask_credentials, one_line, printable, write_atomically
 from swjax.training.faults.errors import ConfigError
 from swjax.training.inputs import open_source
 
@@ -82,7 +82,7 @@ class Folder:
         return self._names[index]
 
     def reason(self, index: int, error: Exception) -> str:
-        return " ".join(str(error).split())  # `pixels` names the file
+        return one_line(error)  # `pixels` names the file
 
 
 class Split:

@@ -18,6 +18,7 @@ from flax import nnx
 from swjax import data, evaluators, interop, serving
 from swjax.data import decoding
 from swjax.data.images import SHORTEST, fit
+from swjax.data.labelled import TEMPLATES
 from swjax.data.tokenizer import VOCABULARY_SIZE
 from swjax.evaluators import embed, zeroshot
 from swjax.interop import hub
@@ -26,12 +27,10 @@ from swjax.models import clip, lora
 from swjax.models.config import LoRA, TextConfig, VisionConfig
 from swjax.packages import require
 from swjax.recipes import Product, Quantizer, Recipe
-from swjax.safe_files import parse_json, read_inside, write_atomically
+from swjax.safe_files import one_line, parse_json, read_inside, write_atomically
 from swjax.serving.models import is_prequantized
 
 __all__ = ["Encoder", "export", "load", "pixels", "save"]
-
-TEMPLATES: tuple[str, ...] = ("a photo of a {}.",)  # for weights without recorded prompts
 
 
 class Encoder:
@@ -243,7 +242,7 @@ def _of_run(workdir: Path, options: dict) -> tuple[clip.CLIP, tuple[str, ...]]:
         config.model.attention = ""  # of the devices it was trained on
         described, ema, templates = model_config(config), config.train.ema_decay, _templates(config)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         raise ValueError(
             f"{workdir}/config.json is damaged: {reason:.200}: restore it from a copy"
         ) from error
@@ -311,7 +310,7 @@ def _of_file(
         saved = parse_json(metadata.get("templates", json.dumps(TEMPLATES)))
         templates = embed.check_templates(saved)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         raise ValueError(
             f"{path} is damaged, in its metadata: {reason:.200}: save it again"
         ) from error
@@ -347,9 +346,7 @@ def _recipe(value):
     if isinstance(value, list):
         return {pattern: _recipe(recipe) for pattern, recipe in value}
     products = {
-        name: Product(
-            **product | {side: Quantizer(**product[side]) for side in ("lhs", "rhs")},
-        )
+        name: Product(**product | {side: Quantizer(**product[side]) for side in ("lhs", "rhs")})
         for name, product in value.items()
         if isinstance(product, dict)
     }

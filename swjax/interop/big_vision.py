@@ -16,7 +16,7 @@ import numpy as np
 from swjax.data.files import size_and_version
 from swjax.interop.configs import mlp_ratio
 from swjax.models.config import CLIPConfig, TextConfig, VisionConfig
-from swjax.safe_files import replacing
+from swjax.safe_files import one_line, replacing
 
 # Weights hardly compress: a file that inflates more, beyond a small size, is a trap.
 _LARGEST_INFLATION, _SMALL = 20, 64 * 2**20
@@ -75,7 +75,7 @@ def read(path: Path) -> tuple[CLIPConfig, dict[str, np.ndarray]]:
     except FileNotFoundError:
         raise
     except Exception as error:  # NumPy and zlib raise errors of many types for damaged files
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         raise ValueError(f"{path} is not a complete .npz of arrays: {reason:.200}") from error
     try:
         held = _stacked(held)

@@ -11,13 +11,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from swjax.data.images import MEAN, SHORTEST, STD, Fitting
-from swjax.models.config import (
-    INTERPOLATIONS,
-    RESIZE_MODES,
-    CLIPConfig,
-    TextConfig,
-    VisionConfig,
-)
+from swjax.models.config import INTERPOLATIONS, RESIZE_MODES, CLIPConfig, TextConfig, VisionConfig
 
 _PREPARE = "prepare the images yourself, and pass this model's configuration as cfg"
 # The largest sizes that a file may have, so that a malformed one is refused at once; by the libraries' keys.
@@ -54,11 +48,8 @@ _TIMM_SIGLIP = re.compile(r"vit_(base|large|so400m|giantopt)_patch(\d+)_siglip_\
 _SIGLIP_TOWERS = {"base": (768, 12, 12, 3072), "large": (1024, 24, 16, 4096),
                   "so400m": (1152, 27, 16, 4304), "giantopt": (1536, 40, 16, 6144)}  # fmt: skip
 
-_ACTIVATIONS = {
-    "exact": "gelu",
-    "quick": "quick_gelu",
-    "tanh": "gelu_pytorch_tanh",
-}  # swjax key -> Hugging Face key
+# {swjax's name of a GELU: Hugging Face's}.
+_ACTIVATIONS = {"exact": "gelu", "quick": "quick_gelu", "tanh": "gelu_pytorch_tanh"}
 
 
 def from_open_clip(file: Mapping) -> CLIPConfig:

@@ -16,7 +16,7 @@ from swjax.data import files, vocabulary
 from swjax.interop import big_vision, configs, hub, weight_files
 from swjax.interop.layouts import LAYOUTS, WeightFormat, for_our_images, for_their_images, tensors
 from swjax.models import clip, lora
-from swjax.safe_files import parse_json, write_atomically
+from swjax.safe_files import one_line, parse_json, write_atomically
 from swjax.serving import tensor_files
 from swjax.serving.models import is_prequantized, read_metadata
 
@@ -255,11 +255,11 @@ def _parse(file: Path, read: Callable[[Any], Any]) -> Any:
     try:
         return read(parse_json(files.read_whole(str(file), _LARGEST_CONFIG)))
     except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
-        raise ValueError(f"{file}: {_one_line(error)}") from error
+        raise ValueError(f"{file}: {_reason(error)}") from error
 
 
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split())
+def _reason(error: Exception) -> str:
+    text = one_line(error)
     if isinstance(error, KeyError):
         return f"lacks the key {text}: give the config of a CLIP"
     return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from swjax.data import hub_cache
 from swjax.interop import weight_files
 from swjax.packages import MissingPackage, require
+from swjax.safe_files import one_line
 
 # {architecture: {tag: repository}}: open_clip's names of the models that swjax can load.
 _TIMM = "timm/vit_{}_clip_{}.{}"
@@ -38,9 +39,7 @@ OPEN_CLIP: dict[str, dict[str, str]] = {
         "metaclip_400m": _TIMM.format("base_patch32", 224, "metaclip_400m"),
         "metaclip_fullcc": _TIMM.format("base_patch32", 224, "metaclip_2pt5b"),
     },
-    "ViT-B-32-256": {
-        "datacomp_s34b_b86k": "laion/CLIP-ViT-B-32-256x256-DataComp-s34B-b86K",
-    },
+    "ViT-B-32-256": {"datacomp_s34b_b86k": "laion/CLIP-ViT-B-32-256x256-DataComp-s34B-b86K"},
     "ViT-B-16": {
         "openai": _TIMM.format("base_patch16", 224, "openai"),
         "laion400m_e31": _TIMM.format("base_patch16", 224, "laion400m_e31"),
@@ -222,7 +221,7 @@ def _downloaded(model: Model, address: str) -> Path:
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
         raise ValueError(_absent(model)) from error
     except OSError as error:  # of the network or the disk
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         raise ValueError(f"{_absent(model)} ({type(error).__name__}: {reason:.120})") from error
     raise ValueError(
         f"the model {model.repository} of the hub has no complete weights of open_clip or transformers, such "

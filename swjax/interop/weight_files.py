@@ -14,7 +14,7 @@ import numpy as np
 from swjax.data import files
 from swjax.interop.layouts import LAYOUTS
 from swjax.interop.torch_files import TorchFile
-from swjax.safe_files import parse_json
+from swjax.safe_files import one_line, parse_json
 from swjax.serving import tensor_files
 
 INDEX = ".index.json"
@@ -91,7 +91,7 @@ def _weight_map(index: Path) -> dict[str, str]:
             raise ValueError("it must name files of its own folder")
         return found
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         raise ValueError(
             f"{index} is not an index of weights ({reason:.100}): download it again"
         ) from None

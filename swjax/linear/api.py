@@ -65,7 +65,7 @@ def switchback(
     the fp32 parameter, not a 16-bit copy. Higher derivatives are straight-through: they equal those of exact
     products, see docs/transformations.md.
 
-    If the largest magnitude of a row, channel or tensor is below 2**-92 (2e-28), the scale of 2**-92 is used.
+    If the largest magnitude of a row, channel or tensor is below 2^-92 (2e-28), the scale of 2^-92 is used.
     The absolute error is then up to 8e-31 (int8), and smaller elements become zero. Scale the loss if
     gradients are that small.
 

@@ -18,11 +18,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from swjax.kernels import targets
-from swjax.linear.layouts import fitting_spec, partition_spec
+from swjax.linear.layouts import TOKENS, fitting_spec, partition_spec
 from swjax.optax import path_name
 
 AXES = ("data", "fsdp", "tensor")
-BATCH = P(("data", "fsdp"))
 
 SpecRules = tuple[tuple[str, P], ...]  # (regular expression, spec)
 
@@ -249,5 +248,5 @@ _gather.defvjp(lambda x, at_rest: (_gather(x, at_rest), None), _scatter)
 def shard_batch(batch: Any, mesh: Mesh) -> Any:
     """Copies this process's rows of the global batch to its devices, sharded along the leading dimension."""
     return jax.tree.map(
-        lambda x: jax.make_array_from_process_local_data(NamedSharding(mesh, BATCH), x), batch
+        lambda x: jax.make_array_from_process_local_data(NamedSharding(mesh, TOKENS), x), batch
     )

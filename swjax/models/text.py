@@ -36,11 +36,7 @@ class TextTransformer(nnx.Module):
         )
         self.ln_final = LayerNorm(width, cfg.epsilon)
         self.projection = nnx.Linear(
-            width,
-            cfg.embed_dim,
-            use_bias=cfg.siglip,
-            kernel_init=normal(width**-0.5),
-            rngs=rngs,
+            width, cfg.embed_dim, use_bias=cfg.siglip, kernel_init=normal(width**-0.5), rngs=rngs
         )
 
     def __call__(self, tokens: jax.Array) -> tuple[jax.Array, dict]:

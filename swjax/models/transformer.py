@@ -82,6 +82,13 @@ def _layer_scale(x, gamma):
     return (x.astype(jnp.float32) * jnp.broadcast_to(gamma, x.shape)).astype(x.dtype)
 
 
+def _linear(k: int, n: int, *, recipe: Recipe, options: CLIPConfig, **kwargs: Any) -> Linear:
+    """A layer [..., k] -> [..., n] of a block; `kwargs` are other arguments of `Linear`."""
+    named = recipe.implementation(options.implementation)
+    dtype = jnp.dtype(options.dtype)
+    return Linear(k, n, recipe=recipe, implementation=named, dtype=dtype, **kwargs)
+
+
 class Attention(nnx.Module):
     """Multi-head self-attention on the output of a LayerNorm; q, k, v and out are separate linear layers."""
 
@@ -98,21 +105,13 @@ class Attention(nnx.Module):
         self.heads, self.causal = cfg.heads, causal
         self.requested = options.attention  # implementation; None chooses
 
-        def linear(recipe, kernel_init):
-            return Linear(
-                cfg.width,
-                cfg.width,
-                recipe=recipe,
-                implementation=recipe.implementation(options.implementation),
-                dtype=jnp.dtype(options.dtype),
-                kernel_init=kernel_init,
-                rngs=rngs,
-            )
-
-        self.q, self.k, self.v = (linear(recipes[f"attn/{name}"], init.qkv) for name in "qkv")
+        linear = partial(_linear, cfg.width, cfg.width, options=options, rngs=rngs)
+        self.q, self.k, self.v = (
+            linear(recipe=recipes[f"attn/{name}"], kernel_init=init.qkv) for name in "qkv"
+        )
         # Attention saves its output for its own backward pass, so an 8-bit copy would need additional memory.
         out = replace(recipes["attn/out"], save_quantized=False)
-        self.out = linear(out, init.out)
+        self.out = linear(recipe=out, kernel_init=init.out)
         self.ln_q = LayerNorm(cfg.width // cfg.heads, options.epsilon) if options.qk_norm else None
         self.ln_k = LayerNorm(cfg.width // cfg.heads, options.epsilon) if options.qk_norm else None
 
@@ -158,17 +157,9 @@ class Mlp(nnx.Module):
         *,
         rngs: nnx.Rngs,
     ):
-        def linear(name, fan_in, fan_out, kernel_init):
-            return Linear(
-                fan_in,
-                fan_out,
-                recipe=recipes[name],
-                implementation=recipes[name].implementation(options.implementation),
-                dtype=jnp.dtype(options.dtype),
-                kernel_init=kernel_init,
-                bias_init=symmetric_uniform(fan_in**-0.5),
-                rngs=rngs,
-            )
+        def linear(name, k, n, kernel_init):
+            inits = {"kernel_init": kernel_init, "bias_init": symmetric_uniform(k**-0.5)}
+            return _linear(k, n, recipe=recipes[name], options=options, rngs=rngs, **inits)
 
         self.fc1 = linear("mlp/fc1", cfg.width, cfg.mlp_width, init.fc1)
         self.fc2 = linear("mlp/fc2", cfg.mlp_width, cfg.width, init.fc2)

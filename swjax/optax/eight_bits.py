@@ -189,12 +189,12 @@ def encode(x: jax.Array, block: int, seed: jax.typing.ArrayLike) -> EightBits:
     """
     x = x.astype(jnp.float32)
     size = jnp.abs(_blocks(x, block))
-    log2 = jnp.log2(size)  # -inf for zeros
-    largest = jnp.max(log2, -1)
-    smallest = jnp.min(jnp.where(jnp.isneginf(log2), jnp.inf, log2), -1)
+    # Of sizes, not of their logarithms, which XLA would write. log2(0) is -inf.
+    largest = jnp.log2(jnp.max(size, -1))
+    smallest = jnp.log2(jnp.min(jnp.where(size > 0, size, jnp.inf), -1))
     step = jnp.clip(largest - smallest, 1e-6, _LARGEST_RANGE) / (_LEVELS - 1)
     step = jnp.where(jnp.isneginf(largest), 1.0, step)
-    steps = (_unblocked(log2, x.shape) - _each(largest, block, x)) / _each(step, block, x)
+    steps = (jnp.log2(jnp.abs(x)) - _each(largest, block, x)) / _each(step, block, x)
     below = jnp.clip(jnp.floor(steps), 1 - _LEVELS, 0)
     # The chance of the larger neighbour, with which the expectation is x.
     log_step = _each(step, block, x) * math.log(2)
@@ -225,10 +225,6 @@ def _blocks(x: jax.Array, block: int) -> jax.Array:
     missing = -x.shape[-1] % block
     x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
     return x.reshape(*x.shape[:-1], -1, block)
-
-
-def _unblocked(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    return x.reshape(*shape[:-1], -1)[..., : shape[-1]]
 
 
 def _each(of_blocks: jax.Array, block: int, x: jax.Array) -> jax.Array:

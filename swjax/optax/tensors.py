@@ -173,10 +173,7 @@ class TensorValues(NamedTuple):
 
     @classmethod
     def of(
-        cls,
-        blocks: Blocks,
-        values: Sequence[jax.Array],
-        dtype: jax.typing.DTypeLike,
+        cls, blocks: Blocks, values: Sequence[jax.Array], dtype: jax.typing.DTypeLike
     ) -> "TensorValues":
         """Concatenates the values of the tensors, each with the shape of its blocks."""
         return cls(join([x.astype(dtype) for x in values], (), dtype), blocks)

@@ -100,10 +100,7 @@ def draw_all(metrics: Metrics, folder: Path) -> list[tuple[Chart, dict[str, byte
     """
     drawn = []
     for name, (title, draw) in CHARTS.items():
-        paths = {
-            "light": folder / f"{name}.png",
-            "dark": folder / f"{name}-dark.png",
-        }
+        paths = {"light": folder / f"{name}.png", "dark": folder / f"{name}-dark.png"}
         pictures: dict[str, bytes] = {}
         try:
             caption, pictures = pngs(draw, metrics)
@@ -188,7 +185,7 @@ def draw_loss(figure: "Figure", metrics: Metrics, theme: Theme) -> str:
     bad = np.flatnonzero(~np.isfinite(loss.value))
     if len(bad):
         return f"Not finite in {len(bad)} of {len(mean)} steps, first at step {loss.step[bad[0]]}."
-    return f"Every step, and a running mean. It ends at {mean[-1]:.3g}."
+    return f"Every step, and a running mean, which ends at {mean[-1]:.3g}."
 
 
 def draw_accuracy(figure: "Figure", metrics: Metrics, theme: Theme) -> str:

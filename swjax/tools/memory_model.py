@@ -141,11 +141,7 @@ def _quantizes_wgrad(model: CLIPConfig) -> bool:
 
 
 def most_pairs(
-    model: CLIPConfig,
-    state_bytes: int,
-    limit: float,
-    mesh: Mesh = ONE_DEVICE,
-    **options: Any,
+    model: CLIPConfig, state_bytes: int, limit: float, mesh: Mesh = ONE_DEVICE, **options: Any
 ) -> int:
     """The most pairs per device and micro-batch whose memory fits into `limit` bytes; 0 if none fits.
 

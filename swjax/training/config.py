@@ -22,7 +22,7 @@ from urllib.parse import unquote
 
 from ml_collections import ConfigDict
 
-from swjax.safe_files import mask_credentials
+from swjax.safe_files import mask_credentials, one_line
 from swjax.training.faults.errors import ConfigError, OtherArrays, RunError
 from swjax.training.keys import COMMON, INSTALLED, KEYS, SOURCES, Key, check_values, choice, suggest
 
@@ -144,7 +144,9 @@ def _run_file(file: str) -> ConfigDict:
             )
         config = module.get_config(*([argument] if argument else []))
     except Exception as error:  # a user's file may raise anything
-        raise ConfigError(f"config file {file!r}: {_one_line(error)}") from error
+        raise ConfigError(
+            f"config file {file!r}: {type(error).__name__}: {one_line(error)}"
+        ) from error
     finally:
         for folder in folders:
             sys.path.remove(folder)
@@ -219,10 +221,6 @@ def _flatten(config: ConfigDict, prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{name}"] = value
     return flat
-
-
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def steps(section: ConfigDict, prefix: str, *, batch_size: int, dataset_size: int) -> int:
@@ -408,7 +406,7 @@ def blame(key: str) -> Iterator[None]:
     except ConfigError:
         raise
     except (ValueError, ModuleNotFoundError) as error:
-        raise ConfigError(f"config.{key}: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"config.{key}: {one_line(error)}") from error
 
 
 def to_json(config: ConfigDict) -> str:
@@ -428,6 +426,17 @@ def read_json(what: str, text: str, *, remedy: str, **types: Any) -> dict:
         return json_object(f"{what} of this run", text, remedy=remedy, **types)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+
+
+def saved_section(path: Path, name: str) -> dict:
+    """Reads a section of a run's config.json.
+
+    Raises:
+      ConfigError: the file is damaged.
+    """
+    remedy = "restore it from a copy, or remove it"
+    text = path.read_text(errors="replace")
+    return read_json("config.json", text, remedy=remedy, **{name: dict})[name]
 
 
 # The user chooses the names and keys of the parts of a mixture.

@@ -23,7 +23,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from ml_collections import ConfigDict
 
-from swjax.safe_files import mask_credentials
+from swjax.safe_files import mask_credentials, one_line
 from swjax.training.config import differences
 from swjax.training.faults import lost_peers
 from swjax.training.faults.errors import ConfigError, RunError
@@ -245,7 +245,7 @@ def blame_peers() -> Iterator[None]:
         if jax.process_count() == 1 or not lost_peers.is_loss(str(error), of="error"):
             raise
         lost_peers.told()
-        raise RunError(_lost(" ".join(str(error).split())[:160])) from error
+        raise RunError(_lost(one_line(error)[:160])) from error
 
 
 def leave(code: int) -> int:

@@ -228,9 +228,8 @@ class Feed:
         ahead = self._ahead or self._read()
         if not ahead.all_have:
             raise StopIteration
-        if (
-            distributed.several()
-        ):  # others compute this step while they find out about the next batch
+        if distributed.several():
+            # The processes compute this step while they find out about the next batch.
             self._ahead = self._read()
         self._progress = ahead.progress
         return sharding.shard_batch(ahead.batch, self._mesh)

@@ -159,8 +159,7 @@ def settle_recipe(config: ConfigDict, workdir: Path) -> ConfigDict:
         path = Path(folder) / "config.json"
         if not path.exists():
             continue
-        text, remedy = path.read_text(errors="replace"), "restore it from a copy, or remove it"
-        model = config_lib.read_json("config.json", text, remedy=remedy, model=dict)["model"]
+        model = config_lib.saved_section(path, "model")
         kept = choice("model.recipe", model.get("recipe", ""), recipes.RECIPES)
         if kept != best and jax.process_index() == 0:
             logger.warning(

@@ -21,12 +21,7 @@ from swjax.models import clip, sharding
 from swjax.optax import decoded_moments, loss_scale, path_name, skipped_by_path, unscale
 from swjax.training.accumulation import LossAndGrad, Seen, accumulated, at_once
 from swjax.training.log.packed import PackedMetrics, pack
-from swjax.training.optimizer import (
-    combine,
-    ema_decay,
-    split_frozen,
-    updates_made,
-)
+from swjax.training.optimizer import combine, ema_decay, split_frozen, updates_made
 
 State = dict[str, Any]
 Batch = dict[str, jax.Array]

@@ -88,11 +88,7 @@ def shared_memory(tokens: int, width: int, slots: int) -> int:
     """The size of the buffers in bytes. Every buffer starts at a multiple of 1024 bytes."""
     span, padded = backward_heads.span(tokens), backward_heads.padded(tokens)
     halves = [slots * span * width] * 4 + [COMPUTE * ROWS * width] * 2
-    floats = [
-        (slots + 1) * padded,
-        2 * padded,
-        COMPUTE * 3 * backward_heads.cut(tokens)[1] * width,
-    ]
+    floats = [(slots + 1) * padded, 2 * padded, COMPUTE * 3 * backward_heads.cut(tokens)[1] * width]
     sizes = [2 * n for n in halves] + [4 * n for n in floats]
     barriers = 512  # at most
     return sum(-(-size // 1024) * 1024 for size in sizes) + barriers

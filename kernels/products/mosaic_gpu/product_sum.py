@@ -1,6 +1,5 @@
 """The sum of several quantized products, such as the input gradient of layers that share their input."""
 
-import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -49,12 +48,12 @@ class MatmulSumSpec:
 
     Attributes:
       m: number of rows.
-      steps: number of steps of each product along its contracted axis.
+      steps: number of steps of one product along the contracted axis.
       grid, blocks, cluster, tile: see `product.MatmulSpec`.
     """
 
     m: int
-    steps: tuple[int, ...]
+    steps: int
     grid: tuple[int, int]
     blocks: int
     cluster: int
@@ -77,37 +76,28 @@ class MatmulSumWork(TiledWork):
 
     def span(self, unit: jax.Array) -> tuple[int, int]:
         del unit
-        return 0, sum(self.spec.steps)
+        return 0, len(self.inputs.a) * self.spec.steps
 
     def load(self, unit: jax.Array) -> Callable:
         corner = self.corner(unit)
 
         def load_step(step, slot, full):
-            first = 0
-            for a, b, steps in zip(self.inputs.a, self.inputs.b, self.spec.steps):
+            for i, (a, b) in enumerate(zip(self.inputs.a, self.inputs.b)):
 
-                @pl.when((step >= first) & (step < first + steps))
-                def _(a=a, b=b, first=first):
+                @pl.when(step // self.spec.steps == i)
+                def _(a=a, b=b, first=i * self.spec.steps):
                     self.copy_operands(a, b, corner, step - first, slot, full)
-
-                first += steps
 
         return load_step
 
     def total(self, unit: jax.Array, half: jax.Array, sum_steps: SumSteps) -> jax.Array:
         rows = self.scale_rows(self.half_corner(unit, half)[0])
-        every = self.spec.steps
-        starts = tuple(itertools.accumulate(every, initial=0))
 
         def add_product(i, total):
             # Scales are read before the sum, which hides their latency.
             scale = pipeline.load_registers(self.inputs.a_scale.at[i], rows)
             scale = scale * self.inputs.b_scale[i]
-            steps: jax.Array | int = every[0]
-            first = i * steps
-            if len({*every}) > 1:
-                first, steps = _entry(starts, i), _entry(every, i)
-            sums = sum_steps(first, steps).astype(jnp.float32)
+            sums = sum_steps(i * self.spec.steps, self.spec.steps).astype(jnp.float32)
             return total + sums * lax.broadcast_in_dim(scale, sums.shape, (0,))
 
         nothing = plgpu.layout_cast(jnp.zeros((HALF, COLUMNS), jnp.float32), plgpu.Layout.WGMMA)
@@ -116,14 +106,6 @@ class MatmulSumWork(TiledWork):
     def store(self, unit: jax.Array, total: jax.Array, half: jax.Array) -> None:
         pieces, to = lambda at: total[:, at : at + PIECE], self.out.at[self.area(unit, half)]
         pipeline.store_tile(pieces, self.scratch.out.at[half], to, PIECE)
-
-
-def _entry(numbers: tuple[int, ...], i: jax.Array) -> jax.Array:
-    """numbers[i] in a kernel."""
-    found = jnp.int32(numbers[0])
-    for at, number in enumerate(numbers[1:], 1):
-        found = jnp.where(i == at, jnp.int32(number), found)
-    return found
 
 
 def matmul_sum(
@@ -139,8 +121,8 @@ def matmul_sum(
     """`reference.matmul_sum`, for rows a multiple of 8, k of 128, and n of 64 and above 64 (32 in float32).
 
     Args:
-      a: [..., k] each, with the same rows; k may differ between products.
-      b: [n, k] each, with the same n, each with one scale.
+      a: [..., k] each, of equal shapes.
+      b: [n, k] each, of equal shapes, each with one scale.
       out_dtype: dtype of the result.
       contract: see `reference.matmul`.
       tile, multiprocessors, interpret: for tests.
@@ -148,13 +130,12 @@ def matmul_sum(
     a, b = (
         tuple(q.T if axis == 0 else q for q in operands) for operands, axis in zip((a, b), contract)
     )
-    shape = a[0].values.shape[:-1]
+    shape, k = a[0].values.shape[:-1], a[0].values.shape[-1]
     m, n = math.prod(shape), b[0].values.shape[0]
     cluster = 2 if m > TILE_M else 1
     grid = pl.cdiv(m, TILE_M * cluster), pl.cdiv(n, COLUMNS)
     blocks = (multiprocessors or tiles.multiprocessors()) // cluster
-    steps = tuple(pl.cdiv(q.values.shape[-1], LINE) for q in a)
-    spec = MatmulSumSpec(m, steps, grid, blocks, cluster, tile)
+    spec = MatmulSumSpec(m, pl.cdiv(k, LINE), grid, blocks, cluster, tile)
 
     def matmul_sum_kernel(*refs):
         operands, (a_scale, b_scale, out, *buffers) = refs[: 2 * len(a)], refs[2 * len(a) :]
@@ -175,7 +156,7 @@ def matmul_sum(
         piece=PIECE,
         interpret=interpret,
     )(
-        *(q.values.reshape(m, -1) for q in a),
+        *(q.values.reshape(m, k) for q in a),
         *(q.values for q in b),
         jnp.pad(a_scale, ((0, 0), (0, rows - m))),
         jnp.concatenate([q.scale.reshape(-1) for q in b]),
@@ -191,19 +172,12 @@ def why_not(
     contract: tuple[int, int] = (-1, -1),
 ) -> Unavailable | None:
     """Why `matmul_sum` cannot multiply these; None: it can."""
-    for operands, axis in zip((a, b), contract):
-        axis %= operands[0].values.ndim
-        kinds = {
-            (*q.values.shape[:axis], *q.values.shape[axis + 1 :], str(q.values.dtype))
-            for q in operands
-        }
+    for operands in (a, b):
+        kinds = {(q.values.shape, str(q.values.dtype)) for q in operands}
         if len(kinds) > 1:
-            got = ", ".join(sorted(f"{q.values.dtype}{list(q.values.shape)}" for q in operands))
-            return Unavailable(
-                f"needs operands of one dtype that differ along the sum only, got {got}: use 'xla'"
-            )
+            got = ", ".join(sorted(f"{dtype}{list(shape)}" for shape, dtype in kinds))
+            return Unavailable(f"needs operands of one shape and dtype, got {got}: use 'xla'")
     for q in b:
         if q.scale.size > 1:
             return Unavailable(f"needs one scale for each b, got {q.scale.size}: use 'xla'")
-    options: dict[str, Any] = {"out_dtype": out_dtype, "contract": contract, "remedy": "xla"}
-    return next(filter(None, (why_not_product(*pair, **options) for pair in zip(a, b))), None)
+    return why_not_product(a[0], b[0], out_dtype=out_dtype, contract=contract, remedy="xla")

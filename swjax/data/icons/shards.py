@@ -31,13 +31,8 @@ SPLITS = ("train", "val", "test", "test_sets", "test_both")
 COMPLETE = "complete.json"
 _IN_A_SHARD = 4096
 _IN_A_TASK = 64
-_WORTH_KEEPING = (
-    "test_both",
-    "test_sets",
-    "test",
-    "val",
-    "train",
-)  # keeps the first of equal drawings
+# Of equal drawings, that of the first of these splits is kept.
+_WORTH_KEEPING = ("test_both", "test_sets", "test", "val", "train")
 
 
 class Drawn(NamedTuple):

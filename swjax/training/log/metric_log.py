@@ -12,6 +12,7 @@ import jax
 from ml_collections import ConfigDict
 
 from swjax.diagnostics.recorder import number, truncate
+from swjax.safe_files import one_line
 from swjax.training.config import ConfigError, RunError, read_json, to_json
 
 
@@ -159,7 +160,7 @@ def _start_wandb(workdir: Path, config: ConfigDict) -> Any:
         return run
     except wandb.Error as error:  # such as a missing API key or project
         raise ConfigError(
-            f"config.log.wandb={config.log.wandb!r}: {' '.join(str(error).split())}: run "
+            f"config.log.wandb={config.log.wandb!r}: {one_line(error)}: run "
             f"`wandb login`, name one of your projects, or set it to ''"
         ) from error
 

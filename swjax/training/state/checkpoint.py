@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
+from swjax.safe_files import one_line
 from swjax.training import distributed
 from swjax.training.faults.errors import ConfigError, OtherArrays, RunError
 from swjax.training.state.checksums import arrays_by_name, checksums
@@ -293,7 +294,7 @@ def _reason(error: BaseException) -> str:
         error = error.__cause__
     if isinstance(error, DamagedCheckpoint | RunError):
         return str(error)
-    text = " ".join(str(error).split()).partition(" See full TensorStore")[0]
+    text = one_line(error).partition(" See full TensorStore")[0]
     return f"{type(error).__name__}: {text}".rpartition('": ')[2][:160]
 
 

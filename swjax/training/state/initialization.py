@@ -30,7 +30,7 @@ from swjax.interop import weight_files
 from swjax.interop.files import PROCESSOR
 from swjax.interop.layouts import LAYOUTS
 from swjax.models import clip, lora
-from swjax.safe_files import mask_credentials
+from swjax.safe_files import mask_credentials, one_line
 from swjax.training import distributed
 from swjax.training.config import blame
 from swjax.training.faults.errors import ConfigError
@@ -168,7 +168,7 @@ def _check_protocol(address: str) -> None:
         try:
             files.check_protocol(address)
         except OSError as error:  # some protocols connect here
-            shown = mask_credentials(f"{address}: {type(error).__name__}: {_one_line(error)}")
+            shown = mask_credentials(f"{address}: {type(error).__name__}: {one_line(error)}")
             raise ValueError(f"cannot read {shown}") from error
 
 
@@ -194,7 +194,7 @@ def fetched(address: str, folder: Path) -> str:
             filesystem.get_file(held[one], str(folder / one))
     except Exception as error:  # third-party file systems may raise anything
         raise ConfigError(
-            f"config.{KEY}={address!r} cannot be read: {type(error).__name__}: {_one_line(error)}"
+            f"config.{KEY}={address!r} cannot be read: {type(error).__name__}: {one_line(error)}"
         ) from error
     if not chosen & wanted:
         raise ConfigError(
@@ -224,10 +224,10 @@ def unreadable(address: str) -> Iterator[None]:
     except FileNotFoundError as error:
         raise ConfigError(
             f"config.{KEY}={shown!r} holds no checkpoint and no weights: give a run's workdir, or "
-            f"weights of open_clip, OpenAI or Hugging Face ({_one_line(error)})"
+            f"weights of open_clip, OpenAI or Hugging Face ({one_line(error)})"
         ) from error
     except (ValueError, OSError, ModuleNotFoundError) as error:
-        raise ConfigError(f"config.{KEY}={shown!r}: {_one_line(error)}") from error
+        raise ConfigError(f"config.{KEY}={shown!r}: {one_line(error)}") from error
 
 
 def _compare(
@@ -394,7 +394,3 @@ def _remedy(name: str, *, has: bool) -> str:
     if re.search(r"/ln_[qk]/", name):
         return f"set config.model.qk_norm={has}"
     return "set config.model.name to the model of the weights"
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

@@ -11,7 +11,7 @@ from swjax import interop
 from swjax.data import Fitting, files
 from swjax.data.tokenizer import VOCABULARY_SIZE
 from swjax.models import clip
-from swjax.safe_files import mask_credentials, write_atomically
+from swjax.safe_files import mask_credentials, one_line, write_atomically
 from swjax.training import config as config_lib
 from swjax.training import distributed
 from swjax.training.config import ConfigError
@@ -87,7 +87,7 @@ def keep_tokenizer(config: ConfigDict, workdir: Path) -> ConfigDict:
                 "a model of SentencePiece, such as the one next to SigLIP's weights"
             ) from error
         except (OSError, ValueError, ModuleNotFoundError) as error:
-            shown = mask_credentials(f"{given!r}: {' '.join(str(error).split())}")
+            shown = mask_credentials(f"{given!r}: {one_line(error)}")
             raise ConfigError(f"config.data.tokenizer={shown}") from error
         if own.exists() and own.read_bytes() == content:
             return
@@ -121,10 +121,7 @@ def _model_of_weights(config: ConfigDict, workdir: Path) -> tuple[clip.CLIPConfi
         )
     path = workdir / "config.json"
     if path.exists():
-        text, remedy = path.read_text(errors="replace"), "restore it from a copy, or remove it"
-        begun = config_lib.read_json("config.json", text, remedy=remedy, checkpoint=dict)[
-            "checkpoint"
-        ]
+        begun = config_lib.saved_section(path, "checkpoint")
         if begun.get("init_from") == mask_credentials(c.init_from):
             address = str(workdir)
     if address != str(workdir) and not is_run(address):

@@ -106,8 +106,7 @@ def require_same_model(workdir: Path, config: ConfigDict) -> None:
     path = workdir / "config.json"
     if not path.exists():
         return
-    text, remedy = path.read_text(errors="replace"), "restore it from a copy, or remove it"
-    model = config_lib.read_json("config.json", text, remedy=remedy, model=dict)["model"]
+    model = config_lib.saved_section(path, "model")
     if model.get("name") not in (*clip.CONFIGS, WEIGHTS):
         raise ConfigError(
             f"the checkpoint in {workdir} belongs to the model {model.get('name')!r}, which does not exist: "
