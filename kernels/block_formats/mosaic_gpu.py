@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +22,6 @@ from swjax.kernels.products.mosaic_gpu.product import TiledWork
 BLOCK = LINE  # values that share a scale: those of one step
 FORMAT = "float8_e4m3fn", BLOCK, "float32"
 PIECE = 32  # columns written at a time
-SQUARES = 32  # scales in a slot, of which a tile reads the first: a copy has at least 128 bytes
 
 
 class BlockProductRefs(NamedTuple):
@@ -30,8 +30,8 @@ class BlockProductRefs(NamedTuple):
     Attributes:
       a: [m, k] e4m3.
       b: [n, k] e4m3.
-      a_scale: [steps, m].
-      b_scale: [steps, n], or [steps, n / BLOCK] padded to a multiple of SQUARES.
+      a_scale: [steps, m], padded to whole tiles if m is not a multiple of HALF.
+      b_scale: [steps, n], or [steps, n / BLOCK], padded to whole tiles.
       bias: [n] float32 padded to whole tiles, or [1] if the product has no bias.
     """
 
@@ -77,8 +77,6 @@ class BlockProductWork(TiledWork):
     inputs: BlockProductRefs
     out: Ref
     scratch: Scratch
-    a_scale: Ref
-    b_scale: Ref
     block: jax.Array
 
     @property
@@ -90,30 +88,18 @@ class BlockProductWork(TiledWork):
         return 0, self.spec.steps
 
     def load(self, unit: jax.Array) -> Callable:
-        inputs, (row, column) = self.inputs, self.corner(unit)
-        rows, columns = pl.ds(row, TILE_M), pl.ds(column, self.columns)
-        if self.spec.squares:
-            columns = pl.ds(column // BLOCK, SQUARES)
-
-        def load_step(step, slot, full):
-            self.copy_operands(inputs.a, inputs.b, (row, column), step, slot, full)
-            for scale, along, ring in (
-                (inputs.a_scale, rows, self.a_scale),
-                (inputs.b_scale, columns, self.b_scale),
-            ):
-                plgpu.copy_gmem_to_smem(scale.at[step, along], ring.at[slot], full)
-
-        return load_step
+        return partial(self.copy_operands, self.inputs.a, self.inputs.b, self.corner(unit))
 
     def total(self, unit: jax.Array, half: jax.Array, sum_steps: SumSteps) -> jax.Array:
-        del unit
-        shape = HALF, self.columns
+        inputs, shape = self.inputs, (HALF, self.columns)
+        row, column = self.half_corner(unit, half)
+        rows, columns = self.scale_rows(row), pl.ds(column, self.columns)
 
-        def scales(slot):
-            a_scale = pipeline.load_registers(self.a_scale.at[slot], pl.ds(half * HALF, HALF))
+        def scales(step):
+            a_scale = pipeline.load_registers(inputs.a_scale.at[step], rows)
             if self.spec.squares:
-                return a_scale * self.b_scale[slot, 0], None
-            return a_scale, pipeline.load_registers(self.b_scale.at[slot], pl.ds(0, self.columns))
+                return a_scale * inputs.b_scale[step, column // BLOCK], None
+            return a_scale, pipeline.load_registers(inputs.b_scale.at[step], columns)
 
         def add(scales, sums, total):
             of_rows, of_columns = scales
@@ -172,10 +158,9 @@ def block_matmul(
 
     def block_matmul_kernel(*refs):
         *inputs, out = refs[: len(BlockProductRefs._fields) + 1]
-        *buffers, a_scale, b_scale = refs[len(BlockProductRefs._fields) + 1 :]
-        inputs, scratch = BlockProductRefs(*inputs), Scratch(*buffers)
+        scratch = Scratch(*refs[len(BlockProductRefs._fields) + 1 :])
         block = lax.axis_index("block")
-        work = BlockProductWork(spec, inputs, out, scratch, a_scale, b_scale, block)
+        work = BlockProductWork(spec, BlockProductRefs(*inputs), out, scratch, block)
         pipeline.run(work, scratch)
 
     y = pipeline.launch(
@@ -185,7 +170,6 @@ def block_matmul(
         stages=tile.stages,
         blocks=spec.blocks,
         cluster=cluster,
-        vectors=(TILE_M, SQUARES if squares else tile.columns),
         piece=PIECE,
         interpret=interpret,
     )(*_inputs(spec, a, b, bias))
@@ -196,17 +180,19 @@ def block_matmul(
 
 
 def _inputs(spec: BlockProductSpec, a: Blocks, b: Blocks, bias: jax.Array | None):
-    """Pads the bias, which is loaded without bounds checks, and scales of squares, which TMA copies."""
+    """Pads scales and bias to whole tiles, because registers are loaded without bounds checks."""
 
-    def padded(x, divisor):
-        return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, -x.shape[-1] % divisor),))
+    def padded(x, length):
+        return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, length - x.shape[-1]),))
 
+    rows, columns = spec.grid[0] * spec.cluster * TILE_M, spec.grid[1] * spec.tile.columns
+    a_scale = a.scales.reshape(spec.m, spec.steps).T
     return BlockProductRefs(
         a=a.values.reshape(spec.m, -1),
         b=b.values,
-        a_scale=a.scales.reshape(spec.m, spec.steps).T,
-        b_scale=padded(b.scales.T, SQUARES if spec.squares else 1),
-        bias=jnp.zeros(1) if bias is None else padded(bias.astype(jnp.float32), spec.tile.columns),
+        a_scale=padded(a_scale, rows if spec.m % HALF else spec.m),
+        b_scale=padded(b.scales.T, columns // BLOCK if spec.squares else columns),
+        bias=jnp.zeros(1) if bias is None else padded(bias.astype(jnp.float32), columns),
     )
 
 

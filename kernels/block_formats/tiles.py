@@ -21,6 +21,6 @@ class BlockTile(NamedTuple):
 
 # The fastest of those in benchmarks/notes/speed.md. A thread holds two sets of 64 sums and 64 totals, and the
 # columns of a tile share a scale of b.
-OF_SQUARES = BlockTile(columns=128, chunk=2, stages=4, width=16)
+OF_SQUARES = BlockTile(columns=128, chunk=2, stages=6, width=16)
 # A thread holds 80 sums, 80 totals and 40 scales of b. Two sets of sums would leave no registers for scales.
-OF_SEGMENTS = BlockTile(columns=128, chunk=2, stages=4, width=16)
+OF_SEGMENTS = BlockTile(columns=160, chunk=1, stages=5, width=8)
