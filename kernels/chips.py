@@ -22,7 +22,8 @@ class Chip:
       fp8, int8: peaks in 8 bits, or None.
       compute_capability: of an NVIDIA GPU; "" for a TPU.
       core_count: multiprocessors of an NVIDIA GPU.
-      block_formats: recipes of block formats that its matrix units multiply.
+      block_formats: recipes of block formats whose products are not emulated. On Hopper a kernel scales sums
+        of fp8 products; matrix units of Blackwell multiply the formats.
       devices: JAX devices per chip.
       memory: GiB that the driver reports, for a TPU those that it has, one for each size that is sold; () if
         unknown.
@@ -51,6 +52,7 @@ class Chip:
         return (self.fp8 or 0) if dtype.startswith("float8") else self.bf16
 
 
+_HOPPER = ("fp8_block128",)
 _BLACKWELL = ("mxfp8", "nvfp4")
 
 # The first match counts: names that contain others come first.
@@ -63,11 +65,13 @@ CHIPS = (
     Chip("L4", r"\bL4\b", "gpu", 121, 242, 242, "8.9", 58, memory=(22.0,)),
     Chip("RTX 6000 Ada", r"RTX 6000 Ada", "gpu", 364, 729, 729, "8.9", 142),
     Chip("RTX 4090", r"RTX ?4090", "gpu", 165, 330, 661, "8.9", 128, memory=(23.5,)),
-    Chip("H20", r"H20\b", "gpu", 148, 296, 296, "9.0", 78),
-    Chip("H100 PCIe", r"H100 PCIe", "gpu", 756, 1513, 1513, "9.0", 114),
-    Chip("H100 NVL", r"H[12]00 NVL", "gpu", 835, 1671, 1671, "9.0", 132),
-    Chip("H100", r"H[18]00", "gpu", 989, 1979, 1979, "9.0", 132, memory=(79.1,)),
-    Chip("H200", r"G?H200", "gpu", 989, 1979, 1979, "9.0", 132, memory=(139.8,)),  # GH200, too
+    Chip("H20", r"H20\b", "gpu", 148, 296, 296, "9.0", 78, _HOPPER),
+    Chip("H100 PCIe", r"H100 PCIe", "gpu", 756, 1513, 1513, "9.0", 114, _HOPPER),
+    Chip("H100 NVL", r"H[12]00 NVL", "gpu", 835, 1671, 1671, "9.0", 132, _HOPPER),
+    Chip("H100", r"H[18]00", "gpu", 989, 1979, 1979, "9.0", 132, _HOPPER, memory=(79.1,)),
+    Chip(
+        "H200", r"G?H200", "gpu", 989, 1979, 1979, "9.0", 132, _HOPPER, memory=(139.8,)
+    ),  # GH200, too
     Chip("B300", r"G?B300", "gpu", 2500, 4500, 160, "10.3", 148, _BLACKWELL),
     Chip("GB200", r"GB200", "gpu", 2500, 5000, 5000, "10.0", 152, _BLACKWELL),
     Chip("B200", r"B200", "gpu", 2250, 4500, 4500, "10.0", 148, _BLACKWELL, memory=(179.1,)),

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -13,17 +14,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from swjax.kernels import tiles
 from swjax.kernels.availability import Unavailable
 from swjax.kernels.block_formats.reference import Blocks
+from swjax.kernels.block_formats.tiles import OF_SEGMENTS, OF_SQUARES, BlockTile
 from swjax.kernels.mosaic_gpu import pipeline
 from swjax.kernels.mosaic_gpu.pipeline import HALF, LINE, TILE_M, Fold, Ref, Scratch, SumSteps
 from swjax.kernels.products.mosaic_gpu.product import TiledWork
-from swjax.kernels.products.tiles import MosaicTile
 
 BLOCK = LINE  # values that share a scale: those of one step
 FORMAT = "float8_e4m3fn", BLOCK, "float32"
-COLUMNS, GROUP, UNROLL = 128, 128, 4
 PIECE = 32  # columns written at a time
-SQUARES = 32  # scales of squares in a slot, of which a tile reads one or two: a copy has 128 bytes
-TILE = MosaicTile(stages=4, width=16)
 
 
 class BlockProductRefs(NamedTuple):
@@ -32,8 +30,8 @@ class BlockProductRefs(NamedTuple):
     Attributes:
       a: [m, k] e4m3.
       b: [n, k] e4m3.
-      a_scale: [steps, m].
-      b_scale: [steps, n], or [steps, squares] padded to a multiple of SQUARES.
+      a_scale: [steps, m], padded to whole tiles if m is not a multiple of HALF.
+      b_scale: [steps, n], or [steps, n / BLOCK], padded to whole tiles.
       bias: [n] float32 padded to whole tiles, or [1] if the product has no bias.
     """
 
@@ -51,8 +49,9 @@ class BlockProductSpec:
     Attributes:
       m: number of rows.
       steps: number of blocks along the contracted axis.
-      grid, blocks, cluster, tile: see `products.mosaic_gpu.product.MatmulSpec`.
-      squares: whether 128 columns share the scales of b.
+      grid, blocks, cluster: see `swjax.kernels.products.mosaic_gpu.product.MatmulSpec`.
+      tile: how the kernel cuts its work.
+      squares: whether BLOCK columns share the scales of b. If so, a tile has BLOCK columns.
       bias: whether a bias is added.
     """
 
@@ -61,10 +60,7 @@ class BlockProductSpec:
     grid: tuple[int, int]
     blocks: int
     cluster: int
-    tile: MosaicTile
-    columns: int
-    group: int
-    unroll: int
+    tile: BlockTile
     squares: bool
     bias: bool
 
@@ -73,84 +69,56 @@ class BlockProductSpec:
 class BlockProductWork(TiledWork):
     """The `pipeline.Work` of one block of threads.
 
-    The tensor cores sum the values of one step, with about 14 bits. A thread scales these sums, and adds them
-    to sums in float32.
+    The tensor cores sum the products of one step. A thread multiplies these sums by both scales, and adds
+    them to its totals.
     """
 
     spec: BlockProductSpec
     inputs: BlockProductRefs
     out: Ref
     scratch: Scratch
-    a_scale: Ref
-    b_scale: Ref
     block: jax.Array
 
     @property
-    def columns(self) -> int:
-        return self.spec.columns
+    def columns(self) -> int:  # type: ignore[override]  # a class attribute of other works
+        return self.spec.tile.columns
 
     def span(self, unit: jax.Array) -> tuple[int, int]:
         del unit
         return 0, self.spec.steps
 
     def load(self, unit: jax.Array) -> Callable:
-        row, column = self.corner(unit)
+        return partial(self.copy_operands, self.inputs.a, self.inputs.b, self.corner(unit))
 
-        def copy(step, slot, full):
-            self.copy_operands(self.inputs.a, self.inputs.b, (row, column), step, slot, full)
-            a_part = self.inputs.a_scale.at[step, pl.ds(row, TILE_M)]
-            plgpu.copy_gmem_to_smem(a_part, self.a_scale.at[slot], full)
-            at = (
-                pl.ds(column // BLOCK, SQUARES)
-                if self.spec.squares
-                else pl.ds(column, self.columns)
-            )
-            plgpu.copy_gmem_to_smem(self.inputs.b_scale.at[step, at], self.b_scale.at[slot], full)
+    def total(self, unit: jax.Array, half: jax.Array, sum_steps: SumSteps) -> jax.Array:
+        inputs, shape = self.inputs, (HALF, self.columns)
+        row, column = self.half_corner(unit, half)
+        rows, columns = self.scale_rows(row), pl.ds(column, self.columns)
 
-        return copy
-
-    def total(self, unit: jax.Array, half: jax.Array, sum_steps: SumSteps) -> Any:
-        group = self.spec.group
-        _, column = self.corner(unit)
-        starts = range(0, self.columns, group)
-
-        def scales(slot):
-            a_scale = pipeline.load_registers(self.a_scale.at[slot], pl.ds(half * HALF, HALF))
+        def scales(step):
+            a_scale = pipeline.load_registers(inputs.a_scale.at[step], rows)
             if self.spec.squares:
-                first = lax.rem(column, BLOCK)
-                return [a_scale * self.b_scale[slot, (first + at) // BLOCK] for at in starts]
-            b_scale = [
-                pipeline.load_registers(self.b_scale.at[slot], pl.ds(at, group)) for at in starts
-            ]
-            return a_scale, b_scale
+                return a_scale * inputs.b_scale[step, column // BLOCK], None
+            return a_scale, pipeline.load_registers(inputs.b_scale.at[step], columns)
 
-        def add(scales, sums, totals):
-            found = []
-            for number, total in enumerate(totals):
-                part = sums[:, number * group : (number + 1) * group]
-                if self.spec.squares:
-                    part = part * lax.broadcast_in_dim(scales[number], part.shape, (0,))
-                else:
-                    part = part * lax.broadcast_in_dim(scales[1][number], part.shape, (1,))
-                    part = part * lax.broadcast_in_dim(scales[0], part.shape, (0,))
-                found.append(total + part)
-            return tuple(found)
+        def add(scales, sums, total):
+            of_rows, of_columns = scales
+            if of_columns is not None:
+                sums = sums * lax.broadcast_in_dim(of_columns, shape, (1,))
+            return total + sums * lax.broadcast_in_dim(of_rows, shape, (0,))
 
-        nothing = jnp.zeros((HALF, group), jnp.float32)
-        nothing = tuple(plgpu.layout_cast(nothing, plgpu.Layout.WGMMA) for _ in starts)
-        fold = Fold(scales, add, nothing, self.spec.unroll)
-        return sum_steps(0, self.spec.steps, fold=fold)
+        nothing = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+        return sum_steps(0, self.spec.steps, fold=Fold(scales, add, nothing, self.spec.tile.chunk))
 
-    def store(self, unit: jax.Array, totals: Any, half: jax.Array) -> None:
+    def store(self, unit: jax.Array, total: jax.Array, half: jax.Array) -> None:
         _, column = self.corner(unit)
 
         def piece(at):
-            number, start = divmod(at, self.spec.group)
-            y = totals[number][:, start : start + PIECE]
-            if self.spec.bias:
-                bias = pipeline.load_registers(self.inputs.bias, pl.ds(column + at, PIECE))
-                y = y + lax.broadcast_in_dim(bias, y.shape, (1,))
-            return y
+            y = total[:, at : at + PIECE]
+            if not self.spec.bias:
+                return y
+            bias = pipeline.load_registers(self.inputs.bias, pl.ds(column + at, PIECE))
+            return y + lax.broadcast_in_dim(bias, y.shape, (1,))
 
         to = self.out.at[self.area(unit, half)]
         pipeline.store_tile(piece, self.scratch.out.at[half], to, PIECE)
@@ -163,10 +131,7 @@ def block_matmul(
     addend: jax.Array | None = None,
     *,
     out_dtype: str,
-    columns: int = COLUMNS,
-    group: int = GROUP,
-    unroll: int = UNROLL,
-    tile: MosaicTile = TILE,
+    tile: BlockTile | None = None,
     multiprocessors: int | None = None,
     interpret: Any = None,
 ) -> jax.Array:
@@ -177,37 +142,34 @@ def block_matmul(
     """
     k = a.values.shape[-1]
     m, n = a.values.size // k, b.values.shape[0]
+    squares = b.scales.shape[0] < n
+    tile = tile or (OF_SQUARES if squares else OF_SEGMENTS)
     cluster = 2 if m > TILE_M else 1
     spec = BlockProductSpec(
         m=m,
         steps=k // BLOCK,
-        grid=(pl.cdiv(m, TILE_M * cluster), pl.cdiv(n, columns)),
+        grid=(pl.cdiv(m, TILE_M * cluster), pl.cdiv(n, tile.columns)),
         blocks=(multiprocessors or tiles.multiprocessors()) // cluster,
         cluster=cluster,
         tile=tile,
-        columns=columns,
-        group=group,
-        unroll=unroll,
-        squares=b.scales.shape[0] < n,
+        squares=squares,
         bias=bias is not None,
     )
 
     def block_matmul_kernel(*refs):
         *inputs, out = refs[: len(BlockProductRefs._fields) + 1]
-        *buffers, a_scale, b_scale = refs[len(BlockProductRefs._fields) + 1 :]
-        inputs, scratch = BlockProductRefs(*inputs), Scratch(*buffers)
+        scratch = Scratch(*refs[len(BlockProductRefs._fields) + 1 :])
         block = lax.axis_index("block")
-        work = BlockProductWork(spec, inputs, out, scratch, a_scale, b_scale, block)
+        work = BlockProductWork(spec, BlockProductRefs(*inputs), out, scratch, block)
         pipeline.run(work, scratch)
 
     y = pipeline.launch(
         block_matmul_kernel,
         jax.ShapeDtypeStruct((m, n), out_dtype),
-        rings=[((TILE_M, LINE), a.values.dtype), ((columns, LINE), b.values.dtype)],
+        rings=[((TILE_M, LINE), a.values.dtype), ((tile.columns, LINE), b.values.dtype)],
         stages=tile.stages,
         blocks=spec.blocks,
         cluster=cluster,
-        vectors=(TILE_M, SQUARES if spec.squares else columns),
         piece=PIECE,
         interpret=interpret,
     )(*_inputs(spec, a, b, bias))
@@ -218,17 +180,19 @@ def block_matmul(
 
 
 def _inputs(spec: BlockProductSpec, a: Blocks, b: Blocks, bias: jax.Array | None):
-    """Pads vectors that are not loaded with bounds checks, or whose length is not allowed."""
+    """Pads scales and bias to whole tiles, because registers are loaded without bounds checks."""
 
-    def padded(x, divisor):
-        return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, -x.shape[-1] % divisor),))
+    def padded(x, length):
+        return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, length - x.shape[-1]),))
 
+    rows, columns = spec.grid[0] * spec.cluster * TILE_M, spec.grid[1] * spec.tile.columns
+    a_scale = a.scales.reshape(spec.m, spec.steps).T
     return BlockProductRefs(
         a=a.values.reshape(spec.m, -1),
         b=b.values,
-        a_scale=a.scales.reshape(spec.m, spec.steps).T,
-        b_scale=padded(b.scales.T, SQUARES if spec.squares else 1),
-        bias=jnp.zeros(1) if bias is None else padded(bias.astype(jnp.float32), spec.columns),
+        a_scale=padded(a_scale, rows if spec.m % HALF else spec.m),
+        b_scale=padded(b.scales.T, columns // BLOCK if spec.squares else columns),
+        bias=jnp.zeros(1) if bias is None else padded(bias.astype(jnp.float32), columns),
     )
 
 

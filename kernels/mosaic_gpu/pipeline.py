@@ -59,7 +59,7 @@ class Fold(NamedTuple):
     """How to add the sums of single steps, such as with scales that change from step to step.
 
     Attributes:
-      read: function of a slot that returns what `add` needs besides the sums.
+      read: function of a step that returns what `add` needs besides the sums.
       add: function of what `read` returned, the sums of the step and the total, that returns the new total.
       initial: the total before the first step.
       chunk: number of steps whose products overlap additions. It is 1 if registers hold one set of sums
@@ -238,21 +238,27 @@ def _fold_steps(
     accumulator = plgpu.WGMMAAccumulatorRef((HALF, work.columns), jnp.dtype(work.sum_dtype))
 
     def add_chunk(first, length, total):
-        def add(slot, sums, total, *, in_flight):
+        def add(step, known, sums, total, *, in_flight):
             finished = plgpu.wgmma_accumulator_load(sums, wait_n=in_flight)
-            known = fold.read(slot)
-            plgpu.barrier_arrive(scratch.empty.at[slot])
+            plgpu.barrier_arrive(scratch.empty.at[lax.rem(used + step, work.stages)])
             return fold.add(known, finished, total)
 
         def multiply(i, before, total):
+            step = first + i
+
             def with_sums(sums):
-                slot = lax.rem(used + first + i, work.stages)
+                known = None if before else fold.read(step)
+                slot = lax.rem(used + step, work.stages)
                 plgpu.barrier_wait(scratch.full.at[slot])
                 work.multiply(sums, slot, half)
-                added = add(*before, total, in_flight=1) if before else total
+                added = total
+                if before:
+                    known_before, sums_before = before
+                    added = add(step - 1, known_before, sums_before, total, in_flight=1)
+                    known = fold.read(step)
                 if i + 1 < length:
-                    return multiply(i + 1, (slot, sums), added)
-                return add(slot, sums, added, in_flight=0)
+                    return multiply(i + 1, (known, sums), added)
+                return add(step, known, sums, added, in_flight=0)
 
             return pl.run_scoped(with_sums, sums=accumulator)
 
@@ -381,7 +387,6 @@ def launch(
     cluster: int,
     addend: bool = False,
     edge: bool = False,
-    vectors: tuple[int, ...] = (),
     piece: int | None = None,
     interpret: Any,
 ) -> Callable:
@@ -396,12 +401,10 @@ def launch(
       cluster: number of blocks of a cluster.
       addend: whether an array is added to the tiles.
       edge: whether `store_rows` writes some of the tiles.
-      vectors: lengths of float32 slots, such as scales: a ring [stages, length] each, after the `Scratch`.
       piece: number of columns written at a time; None: they fill a line.
       interpret: parameters of Pallas's interpreter, or None.
     """
-    arrivals: dict[str, Any] = dict(num_arrivals=MEMORY, num_barriers=stages)
-    full = plgpu.Barrier(num_arrivals=len(rings) + len(vectors), num_barriers=stages)
+    arrivals: dict[str, Any] = dict(num_arrivals=2, num_barriers=stages)
     empty: plgpu.Barrier | plgpu.ClusterBarrier = plgpu.Barrier(**arrivals)
     in_clusters: dict[str, Any] = {}
     if cluster > 1:
@@ -413,12 +416,11 @@ def launch(
     piece = piece or piece_of(dtype)
     pieces = TILE_N // piece
     out_buffers = buffer((2, pieces if addend else 2, HALF, piece), dtype)
-    scratch: tuple = (a, b, out_buffers, full, empty)
+    scratch: tuple = (a, b, out_buffers, plgpu.Barrier(**arrivals), empty)
     if addend:
         scratch += (plgpu.Barrier(num_arrivals=pieces, num_barriers=2),)
     if edge:
         scratch += (plgpu.SMEM((2, HALF, piece), dtype),)
-    scratch += tuple(plgpu.SMEM((stages, length), jnp.float32) for length in vectors)
     return kernel(body, out, scratch, blocks=blocks, interpret=interpret, **in_clusters)
 
 
