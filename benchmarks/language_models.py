@@ -22,7 +22,6 @@ device, and "saved_gib" that of the arrays that blocks save for the backward pas
 as it is measured, and none starts after --seconds. `ratio` is the speed-up over "flax" in the same run.
 """
 
-import contextlib
 import sys
 import time
 from collections.abc import Callable
@@ -58,6 +57,7 @@ from benchmarks.language_models_shapes import (
 from benchmarks.scaling_case import exchanged
 from benchmarks.scaling_profile import profile
 from swjax.diagnostics import device_time
+from swjax.kernels import targets
 from swjax.models import sharding
 from swjax.optax import muon, stable_adamw
 from swjax.training.log.timing import peak_flops
@@ -255,7 +255,8 @@ def step(case: Case) -> tuple[jax.stages.Compiled, Callable[[], Callable]]:
     graph, params = split(model)
     size = (shape.batch, shape.length + 1)
     like = params, jax.eval_shape(optimizer.init, params), jax.ShapeDtypeStruct(size, jnp.int32)
-    with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
+    # Without a mesh, layers run through XLA where several devices are visible, unless one is named.
+    with jax.set_mesh(mesh) if mesh else targets.compiling_for(jax.devices()[0]):
         like = fsdp.placed(like, mesh) if mesh else like
         compiled = compile_(train, *like, mesh=mesh, donate_argnums=(0, 1))
 

@@ -196,12 +196,7 @@ def in_a_process(case: dict, seconds: float, turn: Path) -> dict:
     start = time.monotonic()
     try:
         done = subprocess.run(
-            command,
-            env=variables(case),
-            capture_output=True,
-            text=True,
-            timeout=seconds,
-            cwd=ROOT,
+            command, env=variables(case), capture_output=True, text=True, timeout=seconds, cwd=ROOT
         )
     except subprocess.TimeoutExpired as late:
         told = (late.stderr or b"").decode(errors="replace")

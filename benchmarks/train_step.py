@@ -119,11 +119,7 @@ def parse(argv):
     parser.add_argument("--remats", nargs="+", default=REMATS)
     parser.add_argument("--batch", type=int, help="in place of each model's")
     parser.add_argument(
-        "--optimizers",
-        nargs="+",
-        choices=OPTIMIZERS,
-        default=[DEFAULT_OPTIMIZER],
-        help="of steps",
+        "--optimizers", nargs="+", choices=OPTIMIZERS, default=[DEFAULT_OPTIMIZER], help="of steps"
     )
     parser.add_argument("--lora", type=int, nargs="+", default=[0], help="ranks, of steps; 0: off")
     parser.add_argument("--memory", action="store_true", help="only XLA's plan: times nothing")
@@ -172,10 +168,7 @@ def bench(records: timing.Records, case: Case, program: Program, smoke: bool):
     run = program.start()
     row = case.row | memory_of(compiled) | timing.repeated(run, 0.1 if smoke else 1.5)
     seconds = row["ms"] / 1e3
-    row |= {
-        "images_per_second": case.batch / seconds,
-        "tflops": program.flops / seconds / 1e12,
-    }
+    row |= {"images_per_second": case.batch / seconds, "tflops": program.flops / seconds / 1e12}
     if peak := peak_flops(jax.devices()[0]):
         row["mfu"] = program.flops / seconds / peak
     if jax.default_backend() == "gpu":

@@ -52,10 +52,7 @@ MICRO = {
 }
 
 # More of that, for tests that compile a train step of their own.
-UNDIAGNOSED = {
-    "diagnostics.norms": "false",
-    "diagnostics.every_steps": 0,
-}
+UNDIAGNOSED = {"diagnostics.norms": "false", "diagnostics.every_steps": 0}
 
 # Processes compile with the same options as this one, so that they share its compilation cache.
 ENVIRONMENT = os.environ | {

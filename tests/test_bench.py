@@ -54,14 +54,7 @@ def test_operations(tmp_path):
 @pytest.mark.release
 def test_layers(tmp_path):
     out = tmp_path / "bench.json"
-    flags = (
-        "--layer",
-        "fused",
-        "grid",
-        "--recipes",
-        "switchback",
-        f"--out={out}",
-    )
+    flags = ("--layer", "fused", "grid", "--recipes", "switchback", f"--out={out}")
     run("--smoke", *flags)
     rows = json.loads(out.read_text())["rows"]
     ours = [row for row in rows if row["implementation"] == "switchback"]

@@ -197,10 +197,7 @@ ROW = Quantizer("int8", "row")
 @pytest.mark.parametrize(
     "make, message",
     [
-        (
-            lambda: Quantizer("int8", "block"),
-            "at most 131072, got rotation=1 and block=0",
-        ),
+        (lambda: Quantizer("int8", "block"), "at most 131072, got rotation=1 and block=0"),
         (lambda: Quantizer("int8", "block", 1024, 48), "rotation must be one of .* got 48"),
         (lambda: Quantizer("int8", "block", 100, 8), "rotation=8 and block=100"),
         (

@@ -68,10 +68,7 @@ MISTAKES = {
     "unknown flag": ([OPENMOJI, "--wrkdir=w"], "workdir"),
     "stray word": ([OPENMOJI, "--workdir=w", "strict"], "'strict'"),
     "unknown section": ([OPENMOJI, "--workdir=w", "--config.modle.name=tiny"], "'model'"),
-    "unknown key": (
-        [OPENMOJI, "--workdir=w", "--config.model.recip=standard"],
-        "'recipe'",
-    ),
+    "unknown key": ([OPENMOJI, "--workdir=w", "--config.model.recip=standard"], "'recipe'"),
     "strange key": (
         [OPENMOJI, "--workdir=w", "--config.model.zzz=1"],
         "choose from architecture, ",

@@ -159,11 +159,7 @@ KINDS = {
     "RGBA WebP": (encoded(halves("RGBA", RED, CLEAR), "WEBP", lossless=True), RED_AND, 0),
     "RGBA TIFF": (encoded(halves("RGBA", RED, CLEAR), "TIFF"), RED_AND, 0),
     "palette PNG with transparency": (palette_with_transparency(), RED_AND, 0),
-    "palette GIF with transparency": (
-        encoded(halves("RGBA", RED, CLEAR), "GIF"),
-        RED_AND,
-        0,
-    ),
+    "palette GIF with transparency": (encoded(halves("RGBA", RED, CLEAR), "GIF"), RED_AND, 0),
     "RGB PNG with a transparent colour": (
         encoded(halves("RGB", RED[:3], (0, 0, 1)), "PNG", transparency=(0, 0, 1)),
         RED_AND,

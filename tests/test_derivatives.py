@@ -27,15 +27,7 @@ FLOOR_DB |= dict.fromkeys(
     ("llm_int8", "llm_int8_outlier6", "switchback_hadamard", "int8_hadamard"), 25
 )
 FLOOR_DB |= dict.fromkeys(
-    (
-        "fp8_switchback",
-        "fp8_tensorwise",
-        "fp8_static",
-        "fp8_hadamard",
-        "fp8_block128",
-        "mxfp8",
-    ),
-    15,
+    ("fp8_switchback", "fp8_tensorwise", "fp8_static", "fp8_hadamard", "fp8_block128", "mxfp8"), 15
 )
 FLOOR_DB |= {"nvfp4": 6, "fp4_dge": 6}
 

@@ -25,11 +25,7 @@ from swjax.training.log.timing import Timing
 from swjax.training.state.checkpoint import Checkpoints
 from swjax.training.state.restore import require_equal_replicas
 
-PLAIN = {
-    "JAX_COORDINATOR_ADDRESS": "node1:1234",
-    "JAX_NUM_PROCESSES": "2",
-    "JAX_PROCESS_ID": "1",
-}
+PLAIN = {"JAX_COORDINATOR_ADDRESS": "node1:1234", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
 SLURM = {"SLURM_STEP_NODELIST": "node[1-2]", "SLURM_NTASKS": "2", "SLURM_PROCID": "1"}
 OPEN_MPI_4 = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_MCA_orte_hnp_uri": "1.0;tcp://10.0.0.1:1"}
 

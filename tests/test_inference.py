@@ -265,8 +265,5 @@ def test_example_of_the_docstring(run, tmp_path, monkeypatch, capsys):
     (tmp_path / "runs" / "openmoji").symlink_to(workdir)
     Image.fromarray(IMAGES[0]).save(tmp_path / "picture.png")
     monkeypatch.chdir(tmp_path)
-    exec(
-        "\n".join(line[2:] for line in inference.__doc__.splitlines() if line[:2] == "  "),
-        {},
-    )
+    exec("\n".join(line[2:] for line in inference.__doc__.splitlines() if line[:2] == "  "), {})
     assert capsys.readouterr().out.strip() in ("cat", "dog", "violin")

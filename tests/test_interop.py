@@ -438,10 +438,7 @@ def test_what_a_layout_cannot_hold(tmp_path):
     ):
         with pytest.raises(ValueError, match=f"model.safetensors has no name for .*{parameter}'"):
             interop.save(tmp_path / "none", make(**options), "huggingface")
-    with pytest.raises(
-        ValueError,
-        match="layout must be one of .*, big_vision, got 'hf'",
-    ):
+    with pytest.raises(ValueError, match="layout must be one of .*, big_vision, got 'hf'"):
         interop.save(tmp_path / "none", make(), "hf")
     assert not (tmp_path / "none").exists()
 

@@ -45,11 +45,7 @@ FORMATS = (
     ("float16", "float8_e5m2"),
 )
 # Every dtype and every target once.
-FEW_FORMATS = (
-    ("bfloat16", "int8"),
-    ("float32", "float8_e4m3fn"),
-    ("float16", "float8_e5m2"),
-)
+FEW_FORMATS = (("bfloat16", "int8"), ("float32", "float8_e4m3fn"), ("float16", "float8_e5m2"))
 SCOPES = [((-1,), *of) for of in FORMATS]
 SCOPES += [(axes, *of) for axes in ((0,), (0, 1)) for of in FEW_FORMATS]
 FEW_SCOPES = [(axes, *of) for axes, of in zip(((-1,), (0,), (0, 1)), FEW_FORMATS)]

@@ -157,11 +157,7 @@ OPERANDS = {
     "llm_int8_outlier6": (int8(24, 8) + DOT, int8(24, 16), int8(16, 8) + XTG),
     "switchback_hadamard": (int8(24, 1), int8(24, 1), exact("block_weight_gradient")),
     "int8_hadamard": (int8(24, 1), int8(24, 1), exact("block_weight_gradient")),
-    "fp8_switchback": (
-        int8(24, 1, dtypes=(E4M3, E4M3)),
-        int8(24, 1, dtypes=(E5M2, E4M3)),
-        XTG,
-    ),
+    "fp8_switchback": (int8(24, 1, dtypes=(E4M3, E4M3)), int8(24, 1, dtypes=(E5M2, E4M3)), XTG),
     "fp8_tensorwise": (
         int8(1, 1, dtypes=(E4M3, E4M3)),
         int8(1, 1, dtypes=(E5M2, E4M3)),

@@ -200,11 +200,7 @@ def test_a_checkpoint_keeps_the_count(micro):
     assert resumed.skipped == 51
 
 
-COMPILES_FASTER = {
-    "model__recipe": "standard",
-    "optimizer__freeze": "^vision/",
-    **UNDIAGNOSED,
-}
+COMPILES_FASTER = {"model__recipe": "standard", "optimizer__freeze": "^vision/", **UNDIAGNOSED}
 
 
 @pytest.fixture

@@ -77,10 +77,7 @@ def muon_of_optax():
         is_leaf=is_masked,
     )
     matrices = contrib.muon(
-        1e-2,
-        weight_decay=0.1,
-        consistent_rms=0.2,
-        muon_weight_dimension_numbers=dimensions,
+        1e-2, weight_decay=0.1, consistent_rms=0.2, muon_weight_dimension_numbers=dimensions
     )
     groups = {True: matrices, False: optax.adamw(1e-2, **HYPER)}
     return optax.partition(groups, layers_only)
@@ -326,9 +323,7 @@ def vmap(optimizer):
     together = jax.jit(jax.vmap(run))(members)
     alone = jax.jit(run)(jax.tree.map(lambda p: p[1], members))
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(plain(a[1]), plain(b), rtol=1e-5),
-        together,
-        alone,
+        lambda a, b: np.testing.assert_allclose(plain(a[1]), plain(b), rtol=1e-5), together, alone
     )
 
 

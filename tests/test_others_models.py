@@ -28,10 +28,7 @@ from swjax.recipes import RECIPES
 from swjax.testing import matrix_products
 
 # These models may promote dtypes and warn.
-pytestmark = [
-    pytest.mark.usefixtures("as_others_run"),
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = [pytest.mark.usefixtures("as_others_run"), pytest.mark.filterwarnings("ignore")]
 
 RNG = np.random.default_rng(0)
 IMAGES = jnp.asarray(RNG.normal(size=(8, 16, 16, 3)), jnp.float32)

@@ -132,10 +132,7 @@ def test_there_are_records_to_compare_with():
 @pytest.mark.parametrize(
     "kind, files",
     [
-        (
-            "h200",
-            ["train_step_matrix_h200", "train_step_h200"],
-        ),  # newest last
+        ("h200", ["train_step_matrix_h200", "train_step_h200"]),  # newest last
         ("h100", ["train_step_h100"]),
     ],
 )

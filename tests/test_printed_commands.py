@@ -31,11 +31,7 @@ from swjax.training import config as config_lib
 from swjax.training import inputs
 
 ROOT = Path(__file__).parents[1]
-PAGES = [
-    ROOT / "README.md",
-    ROOT / "CONTRIBUTING.md",
-    *sorted((ROOT / "docs").rglob("*.md")),
-]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PROGRAMS = ("python", "make", "pip", "srun", "mpirun", "swjax")
 # A program without argparse: it ends with an error because the run or file does not exist.
 EVALUATE = ("-m", "swjax", "evaluate")
@@ -200,8 +196,7 @@ class Parsed(Exception):
 
 
 @pytest.mark.parametrize(
-    "command",
-    [c for c in of("python") if c.values[0].words[1] not in ("train.py", "-c")],
+    "command", [c for c in of("python") if c.values[0].words[1] not in ("train.py", "-c")]
 )
 @pytest.mark.filterwarnings("ignore:.* found in sys.modules")  # imported by another test
 def test_scripts_accept_their_flags(command, monkeypatch, capsys):

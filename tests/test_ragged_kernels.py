@@ -15,13 +15,7 @@ from kernel_cases import PRODUCTS, normal
 from numeric import FLOOR_DB, FP8_SUM_DB, snr_db
 
 from swjax.kernels import reference
-from swjax.kernels.ragged.schedule import (
-    ALIGNMENT,
-    aligned_tiles,
-    bounds,
-    group_of_rows,
-    row_tiles,
-)
+from swjax.kernels.ragged.schedule import ALIGNMENT, aligned_tiles, bounds, group_of_rows, row_tiles
 from swjax.kernels.reference import QTensor
 
 # (rows, k, n) and group sizes: uneven, empty, one token, rows beyond; sizes that steps do not divide.

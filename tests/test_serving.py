@@ -90,10 +90,7 @@ def test_a_quantized_weight_needs_a_matrix_for_each_entry_of_a_batch():
 def test_weights_that_a_recipe_has_no_use_for():
     x, w = normal(8, 32), normal(32, 16)
     q = swjax.quantize_weight(w)
-    for recipe, reason in (
-        ("standard", "multiplies w itself"),
-        ("llm_int8_outlier6", "outliers"),
-    ):
+    for recipe, reason in (("standard", "multiplies w itself"), ("llm_int8_outlier6", "outliers")):
         with pytest.raises(ValueError, match=reason + r".*pass w itself"):
             swjax.quantize_weight(w, recipe)
         with pytest.raises(ValueError, match=reason):

@@ -212,11 +212,7 @@ def test_transformations_inside_a_shard_map(taken):
     def whole(x, w, bias):
         one = lambda x, w, bias: swjax.switchback(x, w, bias, layout=layout)
         return jax.shard_map(
-            one,
-            in_specs=(given, P(), P()),
-            out_specs=given,
-            axis_names=set(taken),
-            check_vma=False,
+            one, in_specs=(given, P(), P()), out_specs=given, axis_names=set(taken), check_vma=False
         )(x, w, bias)
 
     with jax.set_mesh(mesh):

@@ -348,10 +348,7 @@ def test_schedule_is_read_before_the_count_increases():
         ({"b2": jnp.float32(1.0)}, r"b2 must be in"),
         ({"eps": 0.0}, r"eps must be at least 2\^-126"),
         ({"eps": 1e-40}, r"eps must be at least 2\^-126 .*, got 1e-40"),  # 0 to XLA: 0/0
-        (
-            {"mu_dtype": "int8"},
-            r"mu_dtype must be a floating-point dtype .* got 'int8'",
-        ),
+        ({"mu_dtype": "int8"}, r"mu_dtype must be a floating-point dtype .* got 'int8'"),
         (
             {"mu_dtype": jnp.ones(())},
             r"mu_dtype must be a dtype, got the array 1.0: .* static_args",

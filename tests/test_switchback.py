@@ -532,10 +532,7 @@ def test_a_gelu_and_a_residual_connection_on_a_mesh(kind):
             lambda x, w: swjax.gated_mlp(x, w, w[:, :2], w.T),
             r"w_gate and w_up must have one shape, got \(3, 5\) and \(3, 2\)",
         ),
-        (
-            lambda x, w: swjax.gated_mlp(x, w, w, w),
-            r"got x \(4, 5\) and w \(3, 5\)",
-        ),
+        (lambda x, w: swjax.gated_mlp(x, w, w, w), r"got x \(4, 5\) and w \(3, 5\)"),
         (
             lambda x, w: swjax.switchback(x, w, prologue=swjax.RMSNorm(jnp.ones(5))),
             r"RMSNorm's scale must be an array of the shape \(3,\) of x's features, got \(5,\)",

@@ -232,10 +232,7 @@ def producers(m: int, k: int, n: int) -> Iterator[Case]:
     for suffix, high_precision in outputs.items():
         options = {"epsilon": 1e-6, "quantize_to": "int8", "high_precision": high_precision}
         yield case(
-            f"layer_norm + quantize{suffix}",
-            "layer_norm",
-            arrays=(x, gamma, beta),
-            options=options,
+            f"layer_norm + quantize{suffix}", "layer_norm", arrays=(x, gamma, beta), options=options
         )
     name, options = "layer_norm_backward", {"epsilon": 1e-6}
     yield case(name, name, arrays=(x, gamma, gradient), options=options)

@@ -90,10 +90,7 @@ def measured(shape: ExpertShape, arm: str, arrays, ends, calls: int) -> dict:
 
     seconds = seconds_per_call(run, calls)
     arithmetic = 18 * len(x) * shape.width * shape.hidden
-    return {
-        "wall_us": round(1e6 * seconds, 1),
-        "tops": round(arithmetic / seconds / 1e12, 1),
-    }
+    return {"wall_us": round(1e6 * seconds, 1), "tops": round(arithmetic / seconds / 1e12, 1)}
 
 
 def main() -> int:

@@ -22,13 +22,7 @@ from scipy.optimize import linprog
 SMALLEST, LARGEST, MARGIN = 0.002, 1.2, 0.01
 NONIC = (9, 9, 9)
 # {degrees: steps on one Gram matrix, for long matrices}; the first are the coefficients of Jordan et al.
-CASES = {
-    (5, 5, 5, 5): (2, 2),
-    NONIC: (1, 2),
-    (9, 9, 5): (1, 2),
-    (9, 5, 5): (1, 2),
-    (9, 9): (1, 1),
-}
+CASES = {(5, 5, 5, 5): (2, 2), NONIC: (1, 2), (9, 9, 5): (1, 2), (9, 5, 5): (1, 2), (9, 9): (1, 1)}
 
 
 def closest_to_one(low: float, high: float, degree: int) -> tuple[np.ndarray, float]:

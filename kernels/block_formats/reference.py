@@ -372,8 +372,8 @@ def block_matmul(
     [[2.0]]
     """
     if a.scales.dtype == jnp.float32:
-        operands = (QTensor(_dequantized(q), q.scale) for q in (a, b))
-        return matmul(*operands, bias, addend, out_dtype=out_dtype)
+        lhs, rhs = (QTensor(_dequantized(q), q.scale) for q in (a, b))
+        return matmul(lhs, rhs, bias, addend, out_dtype=out_dtype)
     values, scales = (part.reshape(-1, part.shape[-1]) for part in (a.values, a.scales))
     y = lax.scaled_dot(
         values,

@@ -1,4 +1,4 @@
-"""The cross-entropy of logits: one program per token reads its logits from memory once, and then from L2."""
+"""The cross-entropy of logits: one program for each token, which reads its logits twice."""
 
 from collections.abc import Callable
 
@@ -34,45 +34,42 @@ def _cross_entropy_kernel(
     where_ptr,  # [M]
     losses_ptr,  # [M]
     gradient_ptr,  # [M, V]
-    M: tl.constexpr,
     V: tl.constexpr,
     PIECES: tl.constexpr,
     CHUNK: tl.constexpr,
     GRADIENT: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
-    """Computes the losses of tokens, one after the other, and their gradients by the logits.
+    """Computes the loss of a token, and its gradient by the logits.
 
     A thread reads the same columns of each of the PIECES of CHUNK columns. It keeps the maximum of its
     logits and the sum of their exponentials relative to that maximum.
     """
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr = logits_ptr + row * V
+    label, counts = tl.load(labels_ptr + row), tl.load(where_ptr + row) != 0
+    largest = tl.full((CHUNK,), LOWEST, tl.float32)
+    total = tl.zeros((CHUNK,), tl.float32)
     span: tl.constexpr = PIECES * CHUNK
-    blocks: tl.constexpr = tl.cdiv(V, span)
-    for token in tl.range(tl.program_id(0), M, tl.num_programs(0)):
-        row = token.to(tl.int64)
-        x_ptr = logits_ptr + row * V
-        label, counts = tl.load(labels_ptr + row), tl.load(where_ptr + row) != 0
-        largest = tl.full((CHUNK,), LOWEST, tl.float32)
-        total = tl.zeros((CHUNK,), tl.float32)
-        for block in tl.range(0, blocks, num_stages=STAGES):
-            _, x = _load(x_ptr, block * span, V, PIECES, CHUNK)
-            above = tl.maximum(largest, tl.max(x, 0))
-            total = total * tl.exp(largest - above) + tl.sum(tl.exp(x - above[None, :]), 0)
-            largest = above
-        above = tl.max(largest, 0)
-        lse = above + tl.log(tl.sum(total * tl.exp(largest - above), 0))
-        own = tl.load(x_ptr + label, mask=label >= 0, other=float("nan")).to(tl.float32)
-        tl.store(losses_ptr + row, tl.where(counts, lse - own, 0.0))
-        if GRADIENT:
-            # Backwards, because the L2 cache has the last columns.
-            for block in tl.range(0, blocks, num_stages=STAGES):
-                column, x = _load(x_ptr, (blocks - 1 - block) * span, V, PIECES, CHUNK)
-                slope = tl.exp(x - lse) - tl.where(column == label, 1.0, 0.0)
-                slope = round_to(tl.where(counts, slope, 0.0), gradient_ptr.dtype.element_ty)[0]
-                if V % span == 0:
-                    tl.store(gradient_ptr + row * V + column, slope)
-                else:
-                    tl.store(gradient_ptr + row * V + column, slope, mask=column < V)
+    for start in tl.range(0, V, span):
+        _, x = _load(x_ptr, start, V, PIECES, CHUNK)
+        above = tl.maximum(largest, tl.max(x, 0))
+        total = total * tl.exp(largest - above) + tl.sum(tl.exp(x - above[None, :]), 0)
+        largest = above
+    above = tl.max(largest, 0)
+    lse = above + tl.log(tl.sum(total * tl.exp(largest - above), 0))
+    own = tl.load(x_ptr + label, mask=label >= 0, other=float("nan")).to(tl.float32)
+    tl.store(losses_ptr + row, tl.where(counts, lse - own, 0.0))
+    if GRADIENT:
+        # Backwards, because the L2 cache has the last columns.
+        blocks: tl.constexpr = tl.cdiv(V, span)
+        for block in tl.range(0, blocks):
+            column, x = _load(x_ptr, (blocks - 1 - block) * span, V, PIECES, CHUNK)
+            slope = tl.exp(x - lse) - tl.where(column == label, 1.0, 0.0)
+            slope = round_to(tl.where(counts, slope, 0.0), gradient_ptr.dtype.element_ty)[0]
+            if V % span == 0:
+                tl.store(gradient_ptr + row * V + column, slope)
+            else:
+                tl.store(gradient_ptr + row * V + column, slope, mask=column < V)
 
 
 def cross_entropy(
@@ -83,10 +80,11 @@ def cross_entropy(
     gradient: bool = True,
     warps: int = 8,
     pieces: int = 4,
-    stages: int = 1,
-    programs: int = 0,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """`reference.cross_entropy`; `warps` and `pieces` are the most for a row, see `_cross_entropy_kernel`."""
+    """`reference.cross_entropy`; `warps` and `pieces` are the most for a row, see `_cross_entropy_kernel`.
+
+    The defaults are the fastest of seven pairs on an H200: benchmarks/notes/language.md.
+    """
     v = logits.shape[-1]
     vector = 16 // logits.dtype.itemsize  # elements per thread of a load of 16 bytes
     warps = max(1, min(warps, tiles.power_above(v) // (32 * vector)))
@@ -101,14 +99,12 @@ def cross_entropy(
             jax.ShapeDtypeStruct(labels.shape, jnp.float32),
             launcher.output(gradient, logits.shape, logits.dtype),
         ),
-        grid=(min(labels.size, tiles.multiprocessors() * programs or labels.size),),
+        grid=(labels.size,),
         num_warps=warps,
-        M=labels.size,
         V=v,
         PIECES=pieces,
         CHUNK=chunk,
         GRADIENT=gradient,
-        STAGES=stages,
     )
     return losses, slopes if gradient else None
 

@@ -253,7 +253,8 @@ def _fold_steps(
                 work.multiply(sums, slot, half)
                 added = total
                 if before:
-                    added = add(step - 1, *before, total, in_flight=1)
+                    known_before, sums_before = before
+                    added = add(step - 1, known_before, sums_before, total, in_flight=1)
                     known = fold.read(step)
                 if i + 1 < length:
                     return multiply(i + 1, (known, sums), added)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from swjax.data import files
-from swjax.data.index import size_and_version
+from swjax.data.index import checked_size_and_version
 from swjax.data.labelled import NAMES, PROMPTS, TEMPLATES
 from swjax.data.photographs import Photographs, Record, field, texts
 from swjax.data.skipping import BadExample
@@ -147,7 +147,7 @@ class Folders(Photographs):
             whole = os.path.join(self._root, path)
             if not files.belongs(whole, self._root):
                 raise ValueError(f"{whole} is a link out of the folder: copy the file there")
-            size, _ = size_and_version(whole)
+            size, _ = checked_size_and_version(whole)
             if size > _LARGEST_METADATA:
                 raise ValueError(f"{whole} is larger than {_LARGEST_METADATA} bytes: use a table")
             files.close_all()  # the file may have been replaced since it was read last

@@ -55,7 +55,7 @@ class Index:
         self.paths = paths
         files.close_all()
         with ThreadPoolExecutor(_THREADS) as pool:
-            found = list(pool.map(size_and_version, paths))
+            found = list(pool.map(checked_size_and_version, paths))
         sizes = [size for size, _ in found]
         places = [path if files.is_remote(path) else os.path.abspath(path) for path in paths]
         keys = [_digest(kind, place, found[i][1]) for i, place in enumerate(places)]
@@ -96,7 +96,7 @@ class Index:
         return self.paths[file], start, stop
 
 
-def size_and_version(path: str) -> tuple[int, str]:
+def checked_size_and_version(path: str) -> tuple[int, str]:
     """Like `files.size_and_version`, with a ValueError of one line if the file cannot be opened."""
     try:
         return files.size_and_version(path)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from swjax.data import files
-from swjax.data.index import Index, Scan, size_and_version
+from swjax.data.index import Index, Scan, checked_size_and_version
 from swjax.data.photographs import Photographs, Record, field, json_object, listed, named, texts
 from swjax.data.skipping import BadExample
 from swjax.data.sources import spread
@@ -238,7 +238,7 @@ class Table(Photographs):
         self._arguments = dict(data_dir=data_dir, image_key=image_key, text_key=text_key)
         self._path = split
         files.close_all()  # the file may have been replaced since it was read last
-        self._layout = Layout(split, size_and_version(split)[0])
+        self._layout = Layout(split, checked_size_and_version(split)[0])
         kind = f"rows 2{self._layout.separator}"  # 2 is the version of `scan`
         self._index = Index(
             [split], lambda _, size: self._layout.scan(size), kind=kind, data_dir=data_dir

@@ -259,8 +259,7 @@ def _of_run(workdir: Path, options: dict) -> tuple[clip.CLIP, tuple[str, ...]]:
 def _templates(config) -> tuple[str, ...]:
     """Returns the prompts of the data set that a run was evaluated on; () if it has none."""
     name = config.eval.data or config.data.name
-    mixture = config.data.get("mixture", {})
-    part = mixture[name] if name in mixture else {}
+    part = config.data.get("mixture", {}).get(name, {})
     kind = part.get("name", name)
     if kind == "folders":
         return (part.get("template", config.data.folders.template),)

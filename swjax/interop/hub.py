@@ -159,7 +159,7 @@ def resolve(address: str | Path) -> Path:
     model = named(address)
     if model is None:
         return Path(address)
-    return _cached(model) or _downloaded(model, str(address))
+    return _cached(model) or _downloaded(model)
 
 
 def _cached(model: Model) -> Path | None:
@@ -176,7 +176,7 @@ def _cached(model: Model) -> Path | None:
     return None
 
 
-def _downloaded(model: Model, address: str) -> Path:
+def _downloaded(model: Model) -> Path:
     try:
         require("huggingface_hub", extra="hub", user=f"downloading {model.repository}")
     except MissingPackage as error:

@@ -133,8 +133,9 @@ def _multiply_input_gradients(product: Product | None, gs, out_dtype: str, *, ws
         ws = sharding.gather(ws, w_specs)
         options: dict[str, Any] = {"layer": layer, "out_dtype": out_dtype}
         total = _sum_in_kernel(gs, ws, **options) if len(gs) > 1 else None
-        dxs = (total,)
-        if total is None:
+        if total is not None:
+            dxs: tuple[jax.Array, ...] = (total,)
+        else:
             dxs = tuple(_product(g, w, axes=(-1, -1), **options) for g, w in zip(gs, ws))
         if len(dxs) > 1 and sharding.sharded_axes(sharding.n):
             dxs = (add(*dxs),)

@@ -230,6 +230,8 @@ def quantized(
         "layers/0/mlp/up_proj/kernel"; the first match is used, and "standard" keeps a product. Or "llm": all
         products but those of routers, gates of experts, norms, embeddings and heads, that is
         ``{swjax.KEPT_IN_LLMS: "standard", ".*": "switchback"}``, but a `gate` next to an `up` is quantized.
+        With "llm" and the recipe "auto", `jax.lax.ragged_dot` of few rows an expert stays in 16 bits, see
+        `swjax.auto.few_rows`.
       implementation: see `swjax.kernels.dispatch`; None chooses.
       sharded_like: a tree with the paths of the parameters: arrays, `jax.ShapeDtypeStruct`s with shardings,
         shardings or PartitionSpecs. On meshes with axes of type Auto, kernels need them, because inside

@@ -95,6 +95,7 @@ def forward(
     ws, prologue, y = tuple(map(_quantized_weight, inputs.ws, layers)), inputs.prologue, None
     if len(layers) == 1:
         y = fused.output(inputs.x, prologue, ws[0], inputs.biases[0], addends[0], layers[0])
+    ys: tuple[jax.Array, ...]
     if y is not None:
         x, ys = Operand(None if prologue else inputs.x), (y,)
     else:

@@ -145,7 +145,7 @@ def table(runs: Sequence[Run]) -> list[list[str]]:
             for name in ("train/loss", "perf/samples_per_sec_per_device", "time")
         )
         row = [run.name, run.state, f"{loss.last:.3f}" if loss else ""]
-        row += [page.percent(run.scores.get(name)) for name in names]
+        row += [charts.percent(run.scores.get(name)) for name in names]
         newest = rate.last_finite if rate else None
         row += [
             "" if newest is None else f"{newest:,.0f}",

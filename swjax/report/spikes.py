@@ -157,7 +157,9 @@ def _tiles(analysis: Analysis) -> Iterable[str]:
         best = analysis.alignments[0]
         note = f"an RMS event of {best.name} by {_lead(analysis.rules)} steps"
         yield page.tile("Spikes that follow", f"{best.followed} of {best.loss_events}", note)
-        yield page.tile("By chance", page.percent(best.chance), f"of them; p = {best.p_value:.2g}")
+        yield page.tile(
+            "By chance", charts.percent(best.chance), f"of them; p = {best.p_value:.2g}"
+        )
 
 
 def _chart(data: spike_charts.Data, name: str, title: str, draw: Callable) -> str:

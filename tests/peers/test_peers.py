@@ -37,7 +37,7 @@ KNOWN: dict[str, dict[str, str]] = {
     "per_tensor_guard": GUARDS,
     "dynamic_loss_scale": GUARDS,
     "linen": {
-        r"linen_module.*test_module_trace": "compares the printed attributes of Dense; ours has three more",
+        r"linen_module.*test_module_trace": "compares the printed attributes of Dense; ours has three more"
     },
     "nnx": {},
 }
