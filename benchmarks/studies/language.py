@@ -114,7 +114,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     flags.add_argument("--seeds", nargs="+", type=int, default=list(range(8)))
     flags.add_argument("--steps", type=int, default=1500, help="before any fine-tuning")
-    flags.add_argument("--tune", type=int, default=500, help="steps of fine-tuning: planted")
+    flags.add_argument("--tune", type=int, default=500, help="planted: steps; 0: no training")
     flags.add_argument("--rate", type=float, default=8e-4, help="learning rate: main and planted")
     flags.add_argument("--rates", nargs="+", type=float, default=RATES, help="of the study rates")
     flags.add_argument("--gains", nargs="+", type=float, default=GAINS, help="of the study planted")
@@ -341,14 +341,14 @@ class Program:
             state, piece = self.chunk(state, hyper, start, self.lab.data)
             losses += jax.device_get(piece)[: hyper.steps - start].tolist()
             seconds.append((time.perf_counter() - began) / min(CHUNK, hyper.steps - start))
-        ms = 1e3 * float(np.median(seconds[1:] or seconds))  # the first may compile
+        ms = 1e3 * float(np.median(seconds[1:] or seconds or [math.nan]))  # the first may compile
         outliers[str(hyper.steps)] = measure(state[0], self.lab.val)
         return state[0], {
             "outliers": jax.tree.map(
                 lambda x: [round(float(value), 2) for value in x], jax.device_get(outliers)
             ),
             "loss": study.thin(losses, digits=5, every=25),
-            "final_loss": float(np.mean(losses[-max(1, hyper.steps // 10) :])),
+            "final_loss": float(np.mean(losses[-max(1, hyper.steps // 10) :] or [math.nan])),
             "ms": round(ms, 3),
             "device": jax.devices()[0].device_kind,
             "start": self.lab.checksums,
