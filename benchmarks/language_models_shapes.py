@@ -102,7 +102,7 @@ LEARNING_RATE, B2, WEIGHT_DECAY = 3e-4, 0.95, 0.1
 
 
 def parser(doc: str, arms: Iterable[str]) -> argparse.ArgumentParser:
-    """The flags of every program, of which this one has these arms."""
+    """The parser of the flags that all programs share; `arms` are the choices of --arms."""
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
