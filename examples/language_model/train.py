@@ -175,7 +175,7 @@ class Run:
         return step % self.every == 0 or step == self.settings["steps"]
 
     def record(self, step: int, val_loss: jax.Array, state: Any) -> None:
-        """Prints and stores the progress since the last line, in nats a byte; saves the state if it is time."""
+        """Prints and stores the progress since the last line, in nats a byte; stores the state if due."""
         loss = float(jnp.stack(self.losses).mean())
         seconds, steps = time.perf_counter() - self.began[0], step - self.began[1]
         speed = steps * self.tokens / seconds
