@@ -12,9 +12,9 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from swjax.optax import eight_bit_moments, muon, per_tensor_guard, rms_by_path, stable_adamw
-from swjax.optax.eight_bits import decode, encode
+from swjax.optax.codes import decode, encode
 
-run = jax.jit(lambda x, seed: decode(encode(x, 128, seed), 128))
+run = jax.jit(lambda x, seed: decode(encode(x, seed)))
 
 
 def test_rounding_is_within_one_ratio_and_unbiased():
@@ -150,7 +150,6 @@ def test_a_guard_inside_is_one_line():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"block": 0}, "block must be an int of at least 1, got 0"),
         ({"fields": "mu"}, r"names of fields, got 'mu': pass a tuple"),
         ({"fields": ("trace",)}, "none of the fields trace in the state .*: name those"),
     ],
