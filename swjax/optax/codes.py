@@ -90,7 +90,7 @@ def encode(
     """Rounds an array to 8 bits. The expectation of the result over seeds is x.
 
     Args:
-      x: [..., n] of at most 32 bits; a block with Inf or NaN becomes NaN.
+      x: [..., n] of at most 32 bits; if a block has Inf or NaN, all its elements but 0 become NaN.
       seed: [] integer.
       ranges: those of x, or of an array that differs from x by rounding errors. Default: computed.
       half: 0 or 1; two arrays of one shape and seed then share a hash, but not its bits.
@@ -107,7 +107,7 @@ def encode(
     # The chance of the larger neighbour is that with which the expectation is x.
     is_larger = _uniform(x.shape, seed, half) * width < _float32(size) - lower
     code = _LEVELS - 1 - steps + is_larger.astype(jnp.int32)
-    code = jnp.where((size == 0) & (step > 0), 0, jnp.where(x < 0, -code, code))
+    code = jnp.where(size == 0, 0, jnp.where(x < 0, -code, code))
     return EightBits(code.astype(jnp.int8), *ranges)
 
 

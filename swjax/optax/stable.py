@@ -264,7 +264,9 @@ def scale_by_stable_adam(
         columns = [treedef.flatten_up_to(tree) for tree in (params, grads, state.mu, state.nu)]
         axes, masks = resolve_block_axes(block_axes, params), resolve_mask(mask, params)
         results = [
-            _step(p, g, m, v, s, own_axes, count * len(axes) + i, decays=decays, decoupled=decoupled)
+            _step(
+                p, g, m, v, s, own_axes, count * len(axes) + i, decays=decays, decoupled=decoupled
+            )
             for i, (p, g, m, v, own_axes, decays) in enumerate(
                 zip(*columns, axes, masks, strict=True)
             )
