@@ -19,7 +19,6 @@ from typing import TypeVar
 
 from swjax import auto
 from swjax.kept import KEPT_IN_LLMS as KEPT_IN_LLMS
-from swjax.kept import kept_kind as kept_kind
 from swjax.kernels.targets import BlockFormat
 
 R = TypeVar("R")

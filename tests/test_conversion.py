@@ -517,8 +517,11 @@ def test_the_rules_of_language_models():
             self.lm_head = linear()
 
     model = swjax.nnx.quantize_model(Model(nnx.Rngs(0)), "llm")
-    recipes = {matrix.path: matrix.recipe for matrix in swjax.nnx.describe_model(model)}
-    assert [recipes[name] == RECIPES["switchback"] for name in names] == [True, True, False, False]
+    report = {matrix.path: matrix for matrix in swjax.nnx.describe_model(model)}
+    recipes = [report[name].recipe for name in names]
+    assert recipes == [RECIPES["switchback"], RECIPES["switchback"], None, None]
+    reasons = [report[name].reason for name in names]
+    assert reasons == ["", "", "the router stays in 16 bits", "the head stays in 16 bits"]
     with pytest.raises(TypeError, match=r"use swjax.quantized\(model.apply, \"llm\"\)"):
         with swjax.linen.quantized("llm"):
             pass

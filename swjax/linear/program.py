@@ -16,8 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from swjax import auto, recipes
-from swjax.kept import kept_kind_among
+from swjax import auto, kept, recipes
 from swjax.linear.contraction import dot_general
 from swjax.linear.conversion import TAKES_NONE, UNMATCHED, Matrix, warn_if_only_kept
 from swjax.linear.frozen import FrozenWeight, freeze
@@ -338,26 +337,16 @@ def _choices(rules: str | Mapping[str, str | Recipe], paths: Sequence[str]) -> d
             recipe, reason = None, "its rule is 'standard'"
         automatic = named.get(path) == auto.NAME
         choices[path] = Choice(recipe, "" if recipe else reason, automatic=automatic)
-        if recipes.kept_kind(path) == "lora":
-            choices[path] = _kept("matrix of LoRA")
+        if kept.kept_kind(path) == "lora":
+            choices[path] = Choice(None, kept.reason("lora"))
     return choices
 
 
 def _llm_choice(path: str, paths: Sequence[str]) -> Choice:
-    kind = kept_kind_among(path, paths)
+    kind = kept.kept_kind_among(path, paths)
     if not kind:
         return Choice(recipes.get("switchback"), automatic=True)
-    names = {
-        "output": "head",
-        "gate": "router",
-        "embedding": "embedding or tied head",
-        "lora": "matrix of LoRA",
-    }
-    return _kept(names.get(kind, kind))
-
-
-def _kept(name: str) -> Choice:
-    return Choice(None, f"the {name} stays in 16 bits")
+    return Choice(None, kept.reason(kind))
 
 
 def _warn(planner: Planner) -> None:
