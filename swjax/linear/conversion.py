@@ -123,7 +123,8 @@ class Conversion(list[Matrix]):
         if not self and self.if_empty:
             lines.append(self.if_empty)
         lines += map(_products, recipes)
-        if own := [m for m in self if m.own_code and m.reason == TAKES_NONE]:
+        own = [m for m in self if m.own_code and m.reason == TAKES_NONE]
+        if own := [m for m in own if not kept_kind(f"{m.path}/{m.name}")]:
             kinds = ", ".join(dict.fromkeys(m.kind for m in own))
             lines.append(f"{len(own)} that {kinds} may multiply: only {self.line} converts them")
         return "\n".join(lines)
