@@ -511,6 +511,7 @@ def test_arguments_that_are_no_arrays_are_static():
     assert int8(draw(WIDTH, 4), X, 2.0, train=True)["y"].shape == (2, LENGTH, 4)
     like = jax.ShapeDtypeStruct((WIDTH, 4), "float32")
     assert int8.report(like, jax.ShapeDtypeStruct(X.shape, X.dtype), 2.0, train=True).share == 1
+    assert_quantized(int8, draw(WIDTH, 4), X, 2.0, train=True)
 
 
 def test_the_report_is_a_table():

@@ -203,8 +203,10 @@ def products_of(
         name = f"{matrix.path}/{matrix.name}".lstrip("/")
         for path in choices:
             if re.fullmatch(rf"(?:params/)?{re.escape(name)}(?:/(?:values|scale|0|1))?", path):
-                reached = reason == TAKES_NONE and not kept.kept_kind_among(path, choices)
-                choices[path] = Choice(None, _REACHED[0] if reached else reason, matrix.recipe)
+                if matrix.reason == TAKES_NONE:
+                    is_kept = kept.kept_kind_among(path, choices)
+                    reason = _KEPT if is_kept else _REACHED[0]
+                choices[path] = Choice(None, reason, matrix.recipe)
     planner = Planner(choices, None, {})
     program.planned(planner)
     report = planner.products
@@ -215,6 +217,7 @@ def products_of(
     return report
 
 
+_KEPT = f'{TAKES_NONE}; the rules "llm" keep it in 16 bits'
 _REACHED = tuple(
     f"{reason}; swjax.quantized reaches it" for reason in (TAKES_NONE, "code of its own")
 )
