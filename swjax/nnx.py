@@ -417,8 +417,8 @@ def quantize_model(
 
     Raises:
       TypeError: `recipes` is neither, or `model` is a Linen module.
-      ValueError: a recipe does not exist, or an expression matches no linear layer, or matches one with a
-        `dot_general_cls`, which computes its product itself.
+      ValueError: a recipe does not exist, or an expression or "llm" matches no linear layer, or matches one
+        with a `dot_general_cls`, which computes its product itself.
 
     >>> mlp = nnx.Sequential(nnx.Linear(3, 8, rngs=nnx.Rngs(0)), nnx.Linear(8, 2, rngs=nnx.Rngs(1)))
     >>> mlp = quantize_model(mlp, {r"layers/0": "switchback"})
@@ -431,7 +431,12 @@ def quantize_model(
     linears = {path: module for path, module in _modules(model) if product_name(module)}
     rules: Any = recipes
     if recipes == "llm":
-        switched = (path for path in linears if not kept.kept_kind_among(path, linears))
+        switched = [path for path in linears if not kept.kept_kind_among(path, linears)]
+        if not switched:
+            raise ValueError(
+                f"the rules 'llm' need linear layers of Flax other than heads and routers, got none in a "
+                f"{type(model).__name__}: swjax.quantized(fn, \"llm\") converts layers of any kind"
+            )
         rules = {re.escape(path): "switchback" for path in switched}
     get_all(rules)  # refuses unknown ones
     chosen = {

@@ -323,11 +323,12 @@ class LinenTable(nn.Module):
 
 def test_a_model_without_layers_of_flax_is_refused():
     """The error names the way out, and the report has every matrix once."""
-    with pytest.raises(ValueError, match="the model has none of Flax's. In the code of its layers"):
+    with pytest.raises(ValueError, match="the model has none of Flax's: swjax.quantized"):
         linen_rows(LinenOwn(), {".*": "switchback"})
     own = nnx.Dict(weight=nnx.Param(jnp.ones((8, 8))))
-    with pytest.raises(ValueError, match="replace jax.lax.dot_general by swjax.dot_general"):
-        swjax.nnx.quantize_model(own, {".*": "switchback"})
+    for rules in ("llm", {".*": "switchback"}):
+        with pytest.raises(ValueError, match="swjax.quantized.* converts layers of any kind"):
+            swjax.nnx.quantize_model(own, rules)
     assert linen_rows(LinenOwn(), {}) == [
         ("table", "rows", (5, 8), False, "takes no dot_general"),
         ("", "gate", (8, 8), False, "takes no dot_general"),

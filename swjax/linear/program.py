@@ -242,6 +242,7 @@ def quantized(
       A function with the arguments of `fn`, and a method `report` with the same arguments.
 
     Raises:
+      TypeError: `fn` is a module of Flax instead of a function of its parameters.
       ValueError: a recipe does not exist; or, in a call, an expression matches no parameter, a rule names a
         parameter of integers that is multiplied, or no recipe supports a product.
 
@@ -257,6 +258,13 @@ def quantized(
     lm_head  abc,cd->abd  2x4x32, 32x16  1 x  66.7%  -           the head stays in 16 bits
     in 8 bits: 33.3% of 1.23e+04 forward FLOPs, 33.3% of input gradients, 0.0% of weight gradients
     """
+    remedies = {"flax.linen": "its apply", "flax.nnx": "lambda model, *args: model(*args)"}
+    for library, remedy in remedies.items():
+        if library in sys.modules and isinstance(fn, sys.modules[library].Module):
+            raise TypeError(
+                "swjax.quantized needs a function of parameters, got the module "
+                f"{type(fn).__name__}: pass {remedy}"
+            )
     dot_general(implementation=implementation)  # refuses one that does not exist
     if rules != "llm":
         recipes.get_all(rules)  # type: ignore[arg-type]  # it refuses other types
