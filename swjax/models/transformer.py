@@ -137,7 +137,7 @@ class Attention(nnx.Module):
             q,
             k,
             v,
-            causal=self.causal,
+            is_causal=self.causal,
             length=length,
             implementation=implementation,
             layout=self.q.layout,
