@@ -319,7 +319,7 @@ def _in_blocks(
     block, square = quantizer.block or max(x.shape[axis], 1), quantizer.scope == "square"
     options: dict[str, Any] = {"dtype": quantizer.dtype, "block": block, "square": square}
     options["scale"] = quantizer.scale
-    blocks = quantize_blocks(x, axis, absmax=absmax, bits=bits, **options)
+    blocks = quantize_blocks(x, axis, ceil=quantizer.ceil, absmax=absmax, bits=bits, **options)
     if matrix_units:
         return for_matrix_units(blocks, axis, **options)
     dtype = "float32" if quantizer.scale == "float32" else "bfloat16"
