@@ -201,10 +201,10 @@ def _compiled(fn, *args, **kwargs) -> str:
     owner, nnx = getattr(fn, "__self__", fn), sys.modules.get("flax.nnx")
     if nnx and isinstance(owner, nnx.Module):  # as an argument, a trace may change its random state
         fn, args = (type(fn).__call__ if owner is fn else fn.__func__), (owner, *args)
-    if not hasattr(fn, "lower"):
-        fn, *args = _of_arrays(fn, args, kwargs)
-        fn, kwargs = jax.jit(fn), {}
-    return fn.lower(*args, **kwargs).compile().as_text() or ""
+    if hasattr(fn, "lower"):
+        return fn.lower(*args, **kwargs).compile().as_text() or ""
+    of_arrays, arrays = _of_arrays(fn, args, kwargs)
+    return jax.jit(of_arrays).lower(arrays).compile().as_text() or ""
 
 
 def _of_arrays(fn: Callable, args: tuple, kwargs: dict) -> tuple[Callable, dict[int, Any]]:
