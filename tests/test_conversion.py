@@ -523,6 +523,14 @@ def test_the_rules_of_language_models():
     assert recipes == [RECIPES["switchback"], RECIPES["switchback"], None, None]
     reasons = [report[name].reason for name in names]
     assert reasons == ["", "", "the router stays in 16 bits", "the head stays in 16 bits"]
+
+    class Experts(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.ones((8, 8, 8)))
+
+    model.experts.stack = Experts()
+    with pytest.warns(UserWarning, match="half of the model, because Experts multiplies experts/stack/w"):
+        swjax.nnx.quantize_model(model, "llm")
     with pytest.raises(TypeError, match=r"use swjax.quantized\(model.apply, \"llm\"\)"):
         with swjax.linen.quantized("llm"):
             pass
