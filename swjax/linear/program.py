@@ -175,10 +175,20 @@ def _traced(fn: Callable, params: Any, args: tuple, kwargs: dict) -> _Program:
 
 
 def _variables(tree: Any) -> list[Any]:
-    """The Flax NNX variables of a tree that are no parameters."""
+    """The Flax NNX variables of a tree that are no parameters.
+
+    Raises:
+      TypeError: the tree has an optimizer, which would update a copy of the parameters.
+    """
     if (nnx := sys.modules.get("flax.nnx")) is None:
         return []
-    leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, nnx.Variable))
+    kinds = (nnx.Variable, nnx.Optimizer)
+    leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kinds))
+    if any(isinstance(leaf, nnx.Optimizer) for leaf in leaves):
+        raise TypeError(
+            "swjax.quantized needs a function that updates no parameters, got an nnx.Optimizer as an "
+            "argument: convert the loss, and update the parameters outside of it"
+        )
     return [x for x in leaves if isinstance(x, nnx.Variable) and not isinstance(x, nnx.Param)]
 
 
@@ -267,7 +277,8 @@ def quantized(
       A function with the arguments of `fn`, and a method `report` with the same arguments.
 
     Raises:
-      TypeError: `fn` is a module of Flax instead of a function of its parameters.
+      TypeError: `fn` is a module of Flax instead of a function of its parameters; or, in a call, an argument
+        is an `nnx.Optimizer`.
       ValueError: a recipe does not exist; or, in a call, an expression matches no parameter, a rule names a
         parameter of integers that is multiplied, or no recipe supports a product.
 
