@@ -172,7 +172,9 @@ def _blocks(x: jax.Array) -> jax.Array:
 
 def _each(of_blocks: jax.Array, x: jax.Array) -> jax.Array:
     """The value of the block of each element of x."""
-    return jnp.repeat(of_blocks, BLOCK, axis=-1)[..., : x.shape[-1]]
+    # jnp.repeat would need the sharding of the result on an explicit mesh.
+    each = jnp.broadcast_to(of_blocks[..., None], (*of_blocks.shape, BLOCK))
+    return each.reshape(*of_blocks.shape[:-1], -1)[..., : x.shape[-1]]
 
 
 def _uniform(shape: tuple[int, ...], seed: jax.typing.ArrayLike, half: int) -> jax.Array:
