@@ -1,7 +1,7 @@
 """Arrays in 8 bits: block-wise, nearly logarithmic, with stochastic rounding."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -73,37 +73,32 @@ def has_eight_bits(opt_state: optax.OptState) -> bool:
 
 
 def ranges_of(
-    *arrays: jax.Array, terms: jax.Array | None = None
-) -> tuple[list[Ranges], jax.Array | None]:
-    """The ranges of the blocks of arrays, and the sums of the blocks of other numbers.
+    *arrays: jax.Array, summed: Sequence[jax.Array] = ()
+) -> tuple[list[Ranges], list[jax.Array]]:
+    """The ranges of the blocks of some arrays, and the sums of the blocks of others.
 
     One reduction computes all and reads each array once. If two read it, XLA writes it to memory first.
 
     Args:
       *arrays: [..., n] of at most 32 bits.
-      terms: [..., n], or None.
+      summed: [..., n] each.
 
     Returns:
-      The ranges of each array, and the sums [..., blocks], or None.
+      The ranges of each of the arrays, and sums [..., blocks].
     """
     # Minus 1, because 0 then is the largest of unsigned numbers, and the smallest of signed ones.
     sizes = [_blocks(_size_bits(x)) - 1 for x in arrays]
-    operands = [each for size in sizes for each in (size, size)]
-    initial = [jnp.int32(-1) for _ in operands]
-    merge: list[Callable] = [jnp.maximum, _unsigned_minimum] * len(sizes)
-    if terms is not None:
-        operands.append(_blocks(terms))
-        initial.append(jnp.zeros([], terms.dtype))
-        merge.append(jnp.add)
+    operands = [each for size in sizes for each in (size, size)] + [_blocks(x) for x in summed]
+    merge: list[Callable] = [jnp.maximum, _unsigned_minimum] * len(sizes) + [jnp.add] * len(summed)
     results = jax.lax.reduce(
         operands,
-        initial,
+        [jnp.int32(-1)] * 2 * len(sizes) + [jnp.zeros([], x.dtype) for x in summed],
         lambda a, b: [function(x, y) for function, x, y in zip(merge, a, b)],
         (operands[0].ndim - 1,),
     )
     ends = [results[2 * i : 2 * i + 2] for i in range(len(sizes))]
     ranges = [_range(largest + 1, smallest + 1) for largest, smallest in ends]
-    return ranges, None if terms is None else results[-1]
+    return ranges, results[2 * len(sizes) :]
 
 
 def _range(largest: jax.Array, smallest: jax.Array) -> Ranges:
