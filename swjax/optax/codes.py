@@ -89,7 +89,8 @@ def ranges_of(
     # Minus 1, because 0 then is the largest of unsigned numbers, and the smallest of signed ones.
     sizes = [_blocks(_size_bits(x)) - 1 for x in arrays]
     operands = [each for size in sizes for each in (size, size)] + [_blocks(x) for x in summed]
-    merge: list[Callable] = [jnp.maximum, _unsigned_minimum] * len(sizes) + [jnp.add] * len(summed)
+    merge: list[Callable] = [jnp.maximum, _unsigned_minimum] * len(sizes)
+    merge += [jnp.add] * len(summed)
     results = jax.lax.reduce(
         operands,
         [jnp.int32(-1)] * 2 * len(sizes) + [jnp.zeros([], x.dtype) for x in summed],
