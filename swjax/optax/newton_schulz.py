@@ -44,6 +44,7 @@ COEFFICIENTS: dict[str, tuple[tuple[float, ...], ...]] = {
     "nonic": _NONIC,
 }
 STEPS = {"quintic": 5, "polar_express": 5, "nonic": 3}
+CHOICES = ("auto", *COEFFICIENTS)
 
 # Powers of two by which Gram matrices of iterates, and iterates, are multiplied, so that float16 holds their
 # small elements with all digits: singular values are at most about 1, and elements of large matrices far below.
@@ -59,6 +60,18 @@ _OTHER_SEGMENTS = {3: (2,), 5: (1,)}
 # A matrix is iterated on its Gram matrix if its long side is at least this multiple of the short one. Below,
 # one step on each Gram matrix takes no more products, and rounds less.
 _LONG = 1.5
+
+
+def choose_coefficients(name: str, dtype: jax.typing.DTypeLike) -> str:
+    """The coefficients that "auto" means for products of this dtype.
+
+    >>> choose_coefficients("auto", "float16"), choose_coefficients("auto", "bfloat16")
+    ('nonic', 'quintic')
+    """
+    if name != "auto":
+        return name
+    # The errors of "nonic" in bfloat16 reach 0.2.
+    return "quintic" if jnp.dtype(dtype) == jnp.bfloat16 else "nonic"
 
 
 def coefficients_of(name: str, steps: int) -> jax.Array:
