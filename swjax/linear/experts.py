@@ -70,12 +70,18 @@ def forward_weight(w: jax.Array | QTensor, layer: Layer) -> Operand:
 
 
 def saved_weight(w: jax.Array | QTensor, forms: Operand, layer: Layer) -> Operand:
-    """What the backward pass reads of a weight; fp8 values as bytes."""
-    if not isinstance(w, QTensor):
-        if not (layer.recipe.quantizes_weight_once or layer.recipe.save_quantized):
-            return Operand(w)
+    """What the backward pass reads of a weight; fp8 values as bytes.
+
+    A weight that is saved as it is must be the argument of the rule: a `jax.lax.scan` over layers then reads it
+    again, and stacks no copy.
+    """
+    if isinstance(w, QTensor):
+        forms = Operand(transposed=w)
+    elif layer.recipe.quantizes_weight_once or layer.recipe.save_quantized:
         transposed = forms.transposed if forms.quantized is None else None
         forms = Operand(None, forms.quantized, transposed)
+    else:
+        return Operand(w)
     return jax.tree.map(to_bytes, forms)
 
 

@@ -30,7 +30,7 @@ def _ragged_forward(x, w, group_sizes, layer: Layer):
     lhs, forms = _quantized_input(rows, layer), experts.forward_weight(weight, layer)
     y = experts.output(lhs, forms, sizes, layer)
     y = differentiated_as(partial(_exact, layer), y, x, w, group_sizes)
-    saved = experts.saved_rows(lhs, layer), experts.saved_weight(weight, forms, layer)
+    saved = experts.saved_rows(lhs, layer), experts.saved_weight(w, forms, layer)
     # Of x and w compilers remove what the backward pass does not read.
     return checkpoint_name(y, "swjax_y"), (x, w, group_sizes, saved)
 
@@ -122,7 +122,7 @@ def _mlp_forward(x, ws, group_sizes, layers: MLPLayers, activation: str):
     y = differentiated_as(partial(_exact_mlp, layers, activation), y, x, ws, group_sizes)
     saved = (
         experts.saved_rows(lhs, layers.gate),
-        *map(experts.saved_weight, weights, forms, layers),
+        *map(experts.saved_weight, ws, forms, layers),
     )
     return checkpoint_name(y, "swjax_y"), (x, ws, group_sizes, (gate, up), saved)
 
