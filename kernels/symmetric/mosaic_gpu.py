@@ -154,7 +154,7 @@ class SymmetricWork:
         return Sums(sums, *factors)
 
     @staticmethod
-    def piece(number: int, row: Any, column: Any) -> tuple[pl.Slice, pl.Slice]:
+    def piece(number: int, row: Any, column: Any) -> tuple[Any, Any]:
         """The rows and columns of a piece of the tile at this row and column."""
         i, j = divmod(number, TILE // PIECE)
         return pl.ds(row + i * PIECE, PIECE), pl.ds(column + j * PIECE, PIECE)

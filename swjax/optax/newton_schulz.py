@@ -47,7 +47,8 @@ STEPS = {"quintic": 5, "polar_express": 5, "nonic": 3}
 CHOICES = ("auto", *COEFFICIENTS)
 
 # Powers of two by which Gram matrices of iterates, and iterates, are multiplied, so that float16 holds their
-# small elements with all digits: singular values are at most about 1, and elements of large matrices far below.
+# small elements with all digits: singular values are at most about 1, and elements of large matrices far
+# below.
 _GRAM_SCALE = 2.0**10
 _ITERATE_SCALE = 2.0**6
 
@@ -234,8 +235,8 @@ def iterate(x: jax.Array, table: jax.Array, implementation: str | None = None) -
             # Elements are at most 2^12, and those of products with polynomials at most 2^16.
             factor = 2.0 ** (12 - math.ceil(math.log2(max(x.shape[1:]))))
             gram = symmetric(x, x, None, times(factor), contract=contract)
-            # The trace is the square of the Frobenius norm, which is below 1 for zeros only. `jnp.trace` reads
-            # whole matrices.
+            # The trace is the square of the Frobenius norm, which is below 1 for zeros only.
+            # `jnp.trace` would read whole matrices.
             diagonal = gram.reshape(len(x), -1)[:, :: gram.shape[1] + 1]
             gram_scale = jnp.maximum(jnp.sum(diagonal.astype(jnp.float32), 1), factor)
             rescale = _ITERATE_SCALE / jnp.sqrt(gram_scale / factor)

@@ -55,10 +55,11 @@ def muon(
     about 0.2, that of AdamW's updates, if the gradient has full rank. So both parts use one learning rate.
     In two comparisons the best rate of Muon was three to four times that of AdamW.
 
-    With `coefficients="quintic"` the Muon part is that of `optax.contrib.muon` with `consistent_rms=0.2`, apart
-    from rounding and from matrices whose gradients are near 0, below 1e-7. Its products have operands of `dtype`. Matrices whose
-    long side is at least 1.5 times the short one are iterated on their Gram matrix, which takes fewer
-    products. On NVIDIA GPUs kernels compute one triangle of symmetric products of 16 bits.
+    With `coefficients="quintic"` the Muon part is that of `optax.contrib.muon` with `consistent_rms=0.2`,
+    apart from rounding and from matrices whose gradients are near 0, below 1e-7. Its products have operands
+    of `dtype`. Matrices whose long side is at least 1.5 times the short one are iterated on their Gram
+    matrix, which takes fewer products. On NVIDIA GPUs kernels compute one triangle of symmetric products of
+    16 bits.
 
     On a mesh the devices share the matrices under `jax.jit`. Each device gathers a whole stack, in `dtype`,
     and orthogonalizes a part of its matrices. Single matrices of one shape and sharding are stacked for this.
