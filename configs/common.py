@@ -45,7 +45,7 @@ KEYS: dict[str, tuple] = {
         "precision of the linear layers of every block; auto: the fastest on the chip when the run begins"),
     "model.dtype": ("bfloat16", ("float32", "bfloat16", "float16"),
         "dtype of computation; parameters are float32"),
-    "model.attention": ("", ("", "xla", "cudnn", "fused", "triton"),
+    "model.attention": ("", ("", "xla", "cudnn", "fused"),
         "'': the fastest that can run; triton: an alias of fused"),
     "model.remat": ("none", ("none", "full", "dots", "save_quantized", "save_linear"),
         "what a block saves for the backward pass: none (no recomputation), full (its input only), "

@@ -57,6 +57,8 @@ class Quantizer:
         `swjax.kernels.rotations`.
       scale: format of the scales of segments and squares: "float32", "float8_e8m0fnu" (MX) or
         "float8_e4m3fn" (NVFP4, with one more float32 scale for the operand).
+      ceil: whether scales of MX are rounded up, as in `jax.nn.scaled_matmul`, so that no value is clipped,
+        instead of down, as in the OCP specification.
       stochastic: whether segments are rounded up or down at random, so that the mean is the operand, instead
         of to the nearest value. The operand seeds the random bits, see
         `swjax.kernels.block_formats.reference.random_bits`.
@@ -71,6 +73,7 @@ class Quantizer:
     block: int = 0
     rotation: int = 1
     scale: str = "float32"
+    ceil: bool = False
     stochastic: bool = False
 
     @property
@@ -122,6 +125,10 @@ class Quantizer:
             raise ValueError(
                 f"Quantizer's scale must be float32, or one of {BLOCK_SCALES} for the scopes {BLOCK_SCOPES}, "
                 f"got {self.scale!r} for {self.scope!r}"
+            )
+        if self.ceil and self.scale != "float8_e8m0fnu":
+            raise ValueError(
+                f"Quantizer(ceil=True) rounds scales in float8_e8m0fnu, got {self.scale!r}: use ceil=False"
             )
         if self.stochastic and self.scope != "segment":
             raise ValueError(

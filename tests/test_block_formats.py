@@ -77,36 +77,36 @@ def test_mx_follows_the_ocp_specification(dtype):
     assert np.all(np.asarray(q.scale) == 1)
 
 
-def test_mx_scales_of_jax_are_rounded_up():
-    """`jax.nn.scaled_matmul` clips nothing: some blocks have twice the scale of the specification."""
+def test_mx_scales_that_are_rounded_up_are_those_of_jax():
+    """`jax.nn.scaled_matmul` clips nothing: some blocks have twice the scale of the OCP specification."""
     from jax._src.cudnn.scaled_matmul_stablehlo import e8m0_to_dtype, quantize
 
     x = drawn(64, 128)[:-2]
     config = jax.nn.get_scaled_dot_general_config("mxfp8")
     theirs, scales = jax.jit(lambda x: quantize(x, config))(jnp.asarray(x)[None])
     scales = np.asarray(e8m0_to_dtype(np.asarray(scales).view(np.uint8), np.float32))[0]
-    ours = jax.jit(partial(quantize_blocks, **FORMATS["mx"]))(x)
-    ratio = scales / np.asarray(ours.scales)
-    clipped = np.abs(blocks_of(x, 32)).max(-1) > 448 * np.asarray(ours.scales)
-    np.testing.assert_array_equal(ratio, np.where(clipped, 2, 1))
-    assert 0.1 < clipped.mean() < 0.4  # mantissas of maxima above 1.75
-    same = np.repeat(~clipped, 32, axis=1)
-    np.testing.assert_array_equal(
-        np.asarray(theirs, np.float32)[0][same], np.asarray(ours.values)[same]
+    ours, down = (
+        jax.jit(partial(quantize_blocks, **FORMATS["mx"], ceil=ceil))(x) for ceil in (True, False)
     )
+    np.testing.assert_array_equal(ours.scales, scales)
+    np.testing.assert_array_equal(ours.values, np.asarray(theirs, np.float32)[0])
+    clipped = np.abs(blocks_of(x, 32)).max(-1) > 448 * np.asarray(down.scales)
+    np.testing.assert_array_equal(scales / np.asarray(down.scales), np.where(clipped, 2, 1))
+    assert 0.1 < clipped.mean() < 0.4  # mantissas of maxima above 1.75
 
 
-def test_mxfp8_with_gradients_in_e5m2():
+def test_mxfp8_with_gradients_in_e5m2_and_scales_rounded_up():
     """The recipe of docs/recipes.md."""
     x, g = (
-        Quantizer(f"float8_{k}", "segment", 32, scale="float8_e8m0fnu") for k in ("e4m3fn", "e5m2")
+        Quantizer(f"float8_{kind}", "segment", 32, scale="float8_e8m0fnu", ceil=True)
+        for kind in ("e4m3fn", "e5m2")
     )
     recipe = Recipe(fwd=Product(x, x), dgrad=Product(g, x), wgrad=Product(x, g))
     rng = np.random.default_rng(0)
     x, w, g = (rng.normal(size=s).astype(np.float32) for s in ((40, 48), (48, 24), (40, 24)))
     layer = jax.jit(lambda x, w, g: jax.vjp(partial(swjax.switchback, recipe=recipe), x, w)[1](g))
     of_x, of_g = (
-        lambda a, fmt=fmt: oracle.in_blocks(a, partial(oracle.mx, fmt=fmt), 32)
+        lambda a, fmt=fmt: oracle.in_blocks(a, partial(oracle.mx, fmt=fmt, ceil=True), 32)
         for fmt in ("e4m3", "e5m2")
     )
     dx, dw = layer(x, w, g)
@@ -196,7 +196,8 @@ def test_empty_arrays(shape):
 
 def test_bad_arguments():
     x = jnp.ones((2, 4, 4))
-    for wrong in ({"dtype": "int8"}, {"scale": "bfloat16"}, {"block": 0}, {"square": True}):
+    ceil = {"scale": "float32", "ceil": True}
+    for wrong in ({"dtype": "int8"}, {"scale": "bfloat16"}, {"block": 0}, {"square": True}, ceil):
         with pytest.raises(ValueError, match="quantize_blocks needs a dtype of .* got"):
             quantize_blocks(x, **FORMATS["mx"] | wrong)
 
@@ -325,6 +326,10 @@ X, W = jnp.ones((4, 8)), jnp.ones((8, 4))
         (
             lambda: Quantizer("float8_e5m2", "row", scale="float8_e8m0fnu"),
             "scale must be float32, .* got 'float8_e8m0fnu' for 'row'",
+        ),
+        (
+            lambda: Quantizer("float8_e4m3fn", "segment", 16, ceil=True),
+            "rounds scales in float8_e8m0fnu, got 'float32': use ceil=False",
         ),
         (
             lambda: Quantizer("float8_e4m3fn", "square", 16, stochastic=True),

@@ -102,7 +102,7 @@ def test_small_arrays_and_other_fields_stay():
         np.testing.assert_array_equal, optax.tree.map_params(optimizer, lambda x: x, state), state
     )
     mu, nu = state.inner.mu, state.inner.nu
-    assert mu["w"].dtype == jnp.int8 and state.ranges.shape == (2, 96 + 128)
+    assert mu["w"].dtype == jnp.int8 and state.block_ranges.shape == (2, 96 + 128)
     assert mu["b"].dtype == nu["w"].dtype == jnp.float32
 
 
@@ -117,7 +117,7 @@ def test_every_sharding_has_the_same_bits():
         state = jax.jit(optimizer.init)(placed)
         got = update(placed, state, placed)[1]
         assert got.inner.nu["w"].sharding.spec == spec
-        jax.tree.map(np.testing.assert_array_equal, got.ranges, want.ranges)
+        jax.tree.map(np.testing.assert_array_equal, got.block_ranges, want.block_ranges)
         jax.tree.map(np.testing.assert_array_equal, got.inner.nu, want.inner.nu)
 
 

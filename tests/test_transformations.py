@@ -337,6 +337,28 @@ def test_policies_of_jax_save_16_bit_outputs(recipe, where, monkeypatch):
             assert {dtype for _, dtype in saved_by(policy, fused, x, ws)} == {"bfloat16"}
 
 
+@pytest.mark.parametrize("recipe", ["standard", "switchback_q"])
+def test_a_scan_stacks_no_copy_of_a_parameter(recipe):
+    """The backward pass reads parameters in high precision from the input of the scan."""
+    x, sizes = jax.ShapeDtypeStruct((8, 16), jnp.bfloat16), jnp.array([5, 3])
+    sides = (16, 32), (16, 32), (32, 16)
+    stack = lambda *of: tuple(jax.ShapeDtypeStruct((3, *of, *side), jnp.float32) for side in sides)
+
+    def layer(x, ws):
+        (gate, up, down), experts = ws
+        x = swjax.switchback(swjax.switchback(x, up, recipe=recipe), down, recipe=recipe)
+        x = swjax.gated_mlp(x, gate, up, down, recipe=recipe)
+        return swjax.gated_ragged_mlp(x, *experts, sizes, recipe=recipe), None
+
+    ws = stack(), stack(2)
+    loss = lambda ws, x: jnp.sum(lax.scan(layer, x, ws)[0])
+    forward, _ = (
+        eqn for eqn in jax.make_jaxpr(jax.grad(loss))(ws, x).eqns if eqn.primitive.name == "scan"
+    )
+    stacked = {(each.aval.shape[-2:], each.aval.dtype.name) for each in forward.outvars[1:]}
+    assert not stacked & {((16, 32), "float32"), ((32, 16), "float32")}, stacked
+
+
 @case("`jax.lax.scan` over layers, and its `jax.grad`")
 def _(recipe):
     ws = jnp.stack([W, W.T])

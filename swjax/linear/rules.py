@@ -154,7 +154,9 @@ def _quantized_weight(w: jax.Array | QTensor, layer: Layer) -> Operand:
 
 
 def _save(inputs: LayerArrays, x: Operand, ws: tuple[Operand, ...], layers: Layers) -> Saved:
-    """Selects the arrays to save; saves high-precision arrays as given, because a cast would be a copy."""
+    """Selects the arrays to save. Of high-precision arrays these are the arguments of the rule themselves: a cast
+    would be a copy, and a `jax.lax.scan` over layers stacks what it does not know as a slice of its own input.
+    """
     recipe, x_scale = layers[0].recipe, None
     save_quantized = recipe.save_quantized
     if x.quantized is not None and recipe.fwd is not None and recipe.fwd.lhs.scope == "row":
@@ -172,7 +174,7 @@ def _save(inputs: LayerArrays, x: Operand, ws: tuple[Operand, ...], layers: Laye
 def _saved_weight(w: jax.Array | QTensor, forms: Operand, layer: Layer) -> Operand:
     recipe = layer.recipe
     if isinstance(w, QTensor):
-        return forms
+        return Operand(transposed=w)
     if isinstance(forms.quantized, Blocks):
         return Operand(quantized=forms.quantized)
     if not (recipe.quantizes_weight_once or recipe.save_quantized):
@@ -304,12 +306,16 @@ def linears(
     return _linears_forward(inputs, addends, layers, residual)[0]
 
 
-@traced_once(2, 3)
 def _linears_forward(inputs, addends, layers, residual):
-    ys, x, ws = forward(*lax.stop_gradient((inputs, addends)), layers)
-    ys = differentiated_as(partial(_exact_outputs, layers), ys, inputs, addends)
+    ys, x, ws = _outputs(inputs, addends, layers)
     ys = tuple(checkpoint_name(y, "swjax_y") for y in ys)
     return (ys, inputs.x if residual else None), _save(inputs, x, ws, layers)
+
+
+@traced_once(2)
+def _outputs(inputs, addends, layers):
+    ys, x, ws = forward(*lax.stop_gradient((inputs, addends)), layers)
+    return differentiated_as(partial(_exact_outputs, layers), ys, inputs, addends), x, ws
 
 
 @without_interception
@@ -360,8 +366,15 @@ def fused_mlp(
     return _mlp_forward(inputs, inputs2, layers, residual, add_input)[0]
 
 
-@traced_once(2, 3, 4)
 def _mlp_forward(inputs, inputs2, layers, residual, add_input):
+    hidden, x, ws, y, x2, ws2 = _mlp_outputs(inputs, inputs2, layers, add_input)
+    whole = inputs2._replace(x=_one_or_pair(hidden))
+    saved = _save(inputs, x, ws, layers.first), _save(whole, x2, ws2, (layers.last,))
+    return (checkpoint_name(y, "swjax_y"), inputs.x if residual else None), saved
+
+
+@traced_once(2, 3)
+def _mlp_outputs(inputs, inputs2, layers, add_input):
     first, last = layers.first, (layers.last,)
     hidden, x, ws = forward(lax.stop_gradient(inputs), (None,) * len(first), first)
     hidden = tuple(checkpoint_name(each, "swjax_y") for each in hidden)
@@ -369,9 +382,7 @@ def _mlp_forward(inputs, inputs2, layers, residual, add_input):
     addends = (inputs.x if add_input else None,)
     (y,), x2, ws2 = forward(*lax.stop_gradient((whole, addends)), last)
     y = differentiated_as(partial(_exact_mlp, layers, add_input), y, inputs, inputs2)
-    y = checkpoint_name(y, "swjax_y")
-    saved = _save(inputs, x, ws, first), _save(whole, x2, ws2, last)
-    return (y, inputs.x if residual else None), saved
+    return hidden, x, ws, y, x2, ws2
 
 
 def _one_or_pair(hidden: tuple) -> Any:

@@ -1,6 +1,7 @@
 """Arrays in 8 bits: block-wise, nearly logarithmic, with stochastic rounding."""
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -38,6 +39,11 @@ class EightBits(NamedTuple):
         """The shape of the array."""
         return self.codes.shape
 
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The dtype of the decoded array."""
+        return jnp.dtype(jnp.float32)
+
 
 class Ranges(NamedTuple):
     """`EightBits.largest` and `EightBits.step`."""
@@ -52,12 +58,12 @@ class EightBitMomentsState(NamedTuple):
     Attributes:
       count: [] int32, number of updates, from which stochastic rounding takes its numbers.
       inner: state of the optimizer, with the codes of `EightBits` in place of moments.
-      ranges: [2, blocks] int32, `Ranges` of the blocks of all moments, in their order.
+      block_ranges: [2, blocks] int32, `Ranges` of the blocks of all moments, in their order.
     """
 
     count: jax.Array  # type: ignore[assignment]  # hides tuple.count, as in optax's states
     inner: optax.OptState
-    ranges: jax.Array
+    block_ranges: jax.Array
 
 
 def has_eight_bits(opt_state: optax.OptState) -> bool:
@@ -66,22 +72,41 @@ def has_eight_bits(opt_state: optax.OptState) -> bool:
     return any(map(is_state, jax.tree.leaves(opt_state, is_leaf=is_state)))
 
 
-def ranges_of(x: jax.Array) -> Ranges:
-    """The ranges of the blocks of an array [..., n] of at most 32 bits."""
-    size = _blocks(_size_bits(x))
-    zero = jnp.int32(0)
-    # One reduction that reads the sizes once: XLA would write an array that it reads twice.
-    largest, smallest = jax.lax.reduce(
-        (size, size),
-        (zero, zero),
-        lambda a, b: (jnp.maximum(a[0], b[0]), _smaller_but_not_0(a[1], b[1])),
-        (x.ndim,),
+def ranges_of(
+    *arrays: jax.Array, terms: jax.Array | None = None
+) -> tuple[list[Ranges], jax.Array | None]:
+    """The ranges of the blocks of arrays, and the sums of the blocks of other numbers.
+
+    One reduction computes all and reads each array once. If two read it, XLA writes it to memory first.
+
+    Args:
+      *arrays: [..., n] of at most 32 bits.
+      terms: [..., n], or None.
+
+    Returns:
+      The ranges of each array, and the sums [..., blocks], or None.
+    """
+    sizes = [_blocks(_size_bits(x)) for x in arrays]
+    operands = [each for size in sizes for each in (size, size)]
+    merge: list[Callable] = [jnp.maximum, _smaller_but_not_0] * len(sizes)
+    if terms is not None:
+        operands.append(_blocks(terms))
+        merge.append(jnp.add)
+    results = jax.lax.reduce(
+        operands,
+        [jnp.zeros([], x.dtype) for x in operands],
+        lambda a, b: [function(x, y) for function, x, y in zip(merge, a, b)],
+        (operands[0].ndim - 1,),
     )
-    largest, smallest = (jnp.where(i > 0, jnp.maximum(i, _NORMAL), 0) for i in (largest, smallest))
-    width = jnp.minimum(largest - smallest, _LARGEST_RANGE)
-    step = jnp.maximum((width + _LEVELS - 2) // (_LEVELS - 1), 1)
-    is_finite = largest < _INFINITY
-    return Ranges(jnp.where(is_finite, largest, _NAN), jnp.where(is_finite, step, 0))
+    ranges = []
+    for i in range(0, 2 * len(sizes), 2):
+        ends = (jnp.where(x > 0, jnp.maximum(x, _NORMAL), 0) for x in results[i : i + 2])
+        largest, smallest = ends
+        width = jnp.minimum(largest - smallest, _LARGEST_RANGE)
+        step = jnp.maximum((width + _LEVELS - 2) // (_LEVELS - 1), 1)
+        is_finite = largest < _INFINITY
+        ranges.append(Ranges(jnp.where(is_finite, largest, _NAN), jnp.where(is_finite, step, 0)))
+    return ranges, None if terms is None else results[-1]
 
 
 def encode(
@@ -95,7 +120,7 @@ def encode(
       ranges: those of x, or of an array that differs from x by rounding errors. Default: computed.
       half: 0 or 1; two arrays of one shape and seed then share a hash, but not its bits.
     """
-    ranges = ranges_of(x) if ranges is None else ranges
+    ranges = ranges_of(x)[0][0] if ranges is None else ranges
     largest, step = (_each(of_blocks, x) for of_blocks in ranges)
     per_bit = _each(1.0 / ranges.step.astype(jnp.float32), x)
     size = _size_bits(x)

@@ -90,9 +90,19 @@ def algorithm_2(
 
 def rms_of(squared: jax.Array, v: jax.Array, eps: jax.Array, reduced: tuple[int, ...]) -> jax.Array:
     """sqrt(mean(squared / max(v, eps^2))), with size 1 along the axes `reduced`; 0 for an empty tensor."""
+    return _root_mean(rms_terms(squared, v, eps), v.shape, reduced)
+
+
+def rms_terms(squared: jax.Array, v: jax.Array, eps: jax.Array) -> jax.Array:
+    """The numbers whose mean is the square of RMS."""
     floor = jnp.maximum(jnp.square(eps), jnp.finfo(v.dtype).tiny)  # the square may underflow
-    size = max(1, math.prod(v.shape[axis] for axis in reduced))
-    return jnp.sqrt(jnp.sum(squared / jnp.maximum(v, floor), reduced, keepdims=True) / size)
+    return squared / jnp.maximum(v, floor)
+
+
+def _root_mean(terms: jax.Array, shape: tuple[int, ...], reduced: tuple[int, ...]) -> jax.Array:
+    """The root of the mean over the axes `reduced` of an array of this shape; `terms` may be partial sums."""
+    size = max(1, math.prod(shape[axis] for axis in reduced))
+    return jnp.sqrt(jnp.sum(terms, reduced, keepdims=True) / size)
 
 
 def stable_adamw(
@@ -287,33 +297,31 @@ def _step(p, g, m, v, s: Scalars, block_axes: tuple[int, ...], seed, *, decays, 
     between them: read g, v, write v; read p, g, m, v, write p, m. That is 36 bytes per float32 parameter, the
     minimum. XLA reaches it without a kernel: 36.0 bytes on an H200, at the speed of a copy (4.3 TB/s).
 
-    With moments in 8 bits there are three passes, of which each decodes m and v anew: read g, v for the RMS;
-    read g, m, v for the ranges of the new moments; read p, g, m, v, write p, m, v. XLA stores no moment between
-    them, and moves 28 bytes. Without the barriers it would compute the moments once, and store them.
+    Moments in 8 bits take two passes, which both decode them: read g, m, v for RMS and the ranges of the new
+    moments; read p, g, m, v, write p, m, v. That is 23 bytes. Without the barriers XLA would compute the new
+    moments once, and store them in float32; so it would v, if RMS and the range of v read the same one.
     """
     dtype = _compute_dtype(p)
     s = Scalars(*(x.astype(_real(dtype)) for x in s))
     reduced = tuple(axis for axis in range(p.ndim) if axis not in block_axes)
+    p, g = p.astype(dtype), _with_finite_square(g.astype(dtype))
 
     def step(m, v, rms=None):
         m, v = (decode(x) if isinstance(x, EightBits) else x for x in (m, v))
-        options = {"reduced": reduced, "decays": decays, "decoupled": decoupled, "rms": rms}
-        wide = p.astype(dtype), _with_finite_square(g.astype(dtype)), m.astype(dtype), v
-        return algorithm_2(*wide, s, **options)
+        options = {"reduced": reduced, "decays": decays, "decoupled": decoupled}
+        return algorithm_2(p, g, m.astype(dtype), v, s, rms=rms, **options)
 
-    if not any(isinstance(x, EightBits) for x in (m, v)):
+    are_encoded = isinstance(m, EightBits) and isinstance(v, EightBits)
+    if not are_encoded or p.ndim - 1 not in reduced:
         change, m, v, rms = step(m, v)
         return change, m, v, jnp.squeeze(rms, reduced)
-    rms = step(m, v)[3]
-    m, v = jax.lax.optimization_barrier((m, v))
-    new = step(m, v)[1:3]
-    ranges = [ranges_of(x) for old, x in zip((m, v), new) if isinstance(old, EightBits)]
+    _, new_m, new_v, _ = step(m, v)
+    _, _, same_v, _ = step(*jax.lax.optimization_barrier((m, v)))
+    ranges, sums = ranges_of(new_m, new_v, terms=rms_terms(g * g, same_v, s.eps))
+    rms = _root_mean(sums, p.shape, reduced)
     m, v, rms, ranges = jax.lax.optimization_barrier((m, v, rms, ranges))
-    change, *new, _ = step(m, v, rms)
-    m, v = (
-        encode(x, seed, ranges.pop(0), half=half) if isinstance(old, EightBits) else x
-        for half, (old, x) in enumerate(zip((m, v), new))
-    )
+    change, m, v, _ = step(m, v, rms)
+    m, v = (encode(x, seed, ranges[half], half) for half, x in enumerate((m, v)))
     return change, m, v, jnp.squeeze(rms, reduced)
 
 
