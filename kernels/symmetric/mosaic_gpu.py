@@ -100,7 +100,7 @@ class SymmetricWork:
         within = lax.rem(number, self.rows**2)
         starts = (i**2 for i in range(1, self.rows))
         row = sum(((within >= start).astype(jnp.int32) for start in starts), jnp.int32(0))
-        pair = (number // self.rows**2, 2 * row + rank, within - row**2)
+        pair = (number // self.rows**2, 2 * row + rank, within - row * row)
         # The last unit may have one tile only. The other block then has a tile past the edge.
         last = self.out.shape[0] * self.rows - 1
         number = 2 * (number - self.pairs) + rank
