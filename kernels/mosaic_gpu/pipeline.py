@@ -8,8 +8,8 @@ shared memory (TMA). Two warpgroups multiply (wgmma), each half of the rows of t
     empty[slot]   both warpgroups have read the slot   compute warpgroups -> memory warpgroup
 
 The memory warpgroup copies the next unit while the others write this one. In `run_in_turns` a compute
-warpgroup multiplies a whole tile, and the other multiplies the next one while it writes. Past the edge of an array TMA reads
-zeros and writes nothing. `product.why_not` names an exception.
+warpgroup multiplies a whole tile, and the other multiplies the next one while it writes. Past the edge of an
+array TMA reads zeros and writes nothing. `product.why_not` names an exception.
 """
 
 from collections.abc import Callable
@@ -132,8 +132,8 @@ def run_in_turns(work: Work, scratch: Scratch) -> None:
     """`run` for warpgroups that take turns: units with an even number belong to the first, odd to the second.
 
     So the tensor cores multiply one tile while the other is written. All units have the same number of steps.
-    `scratch.full` has barriers for the slots of the first warpgroup, then for those of the second. `multiply`,
-    `total` and `store` get the number of the warpgroup in place of the half, and compute TILE_M rows.
+    `scratch.full` has barriers for the slots of the first warpgroup, then for those of the second. The methods
+    of the work get the number of the warpgroup in place of the half, and compute TILE_M rows.
     """
     units = work.units()
     specialize(
@@ -170,9 +170,7 @@ def _full(work: Work, scratch: Scratch, slot: jax.Array, turn: jax.Array | None)
     return scratch.full.at[slot if turn is None else turn * work.stages + slot]
 
 
-def _copy_units(
-    work: Work, scratch: Scratch, units: jax.Array, *, in_turns: bool = False
-) -> None:
+def _copy_units(work: Work, scratch: Scratch, units: jax.Array, *, in_turns: bool = False) -> None:
     """Copies the operands of all units: the memory warpgroup."""
 
     def copy_unit(unit, used):
