@@ -41,17 +41,19 @@ STEPS = {
     "swjax switchback": "swjax, int8",
     "swjax switchback_hadamard": "swjax, int8, weight gradients too",
 }
-# {arm in the results of language models: its label}, from top to bottom; the models of the panels.
+# {arm in the results of language models: its label}, from top to bottom; the panels: {part of the names of
+# the files: title}.
 LANGUAGE_MODELS = {
     "torch bf16": "PyTorch, bf16",
     "torch float8_tensorwise": "torchao, float8 tensorwise",
     "flax": "Flax, bf16",
+    "flax_fp8": "Flax's own fp8 products",
     "switchback_hadamard": "swjax, int8, converted in one line",
     "switchback_hadamard+fused": "swjax, int8, fused norms and MLP",
 }
-BLOCKS = {
-    "llama-3-8b": "two blocks of Llama-3-8B, 4 x 4,096 tokens",
-    "llama-3.2-1b": "four blocks of Llama-3.2-1B, 8 x 4,096 tokens",
+LANGUAGE_PANELS = {
+    "8b": "two blocks of Llama-3-8B, forward and backward, 4 x 4,096 tokens",
+    "step": "Llama-3.2-1B, whole training step, 8 x 4,096 tokens",
 }
 # Panels of the chart of training steps: (kind, model, title).
 STEP_PANELS = (
@@ -154,23 +156,24 @@ def draw_steps(figure) -> None:
 
 
 def draw_language_models(figure) -> None:
-    """Draws the tokens per second of blocks of Llama in PyTorch, torchao, Flax and swjax."""
-    rows = [r for f in ("", "_torch") for r in read(f"language_models{f}_h200")["rows"]]
-    rates = {(row["model"], row["arm"]): row["tokens_per_second"] for row in rows}
+    """Draws the tokens per second of Llama in PyTorch, torchao, Flax and swjax."""
     figure.set_size_inches(7.2, 4.2)
-    for axes, (model, title) in zip(figure.subplots(2, 1), BLOCKS.items(), strict=True):
-        bars = {label: rates[model, arm] / 1e3 for arm, label in LANGUAGE_MODELS.items()}
+    rates = {}
+    for axes, (name, title) in zip(figure.subplots(2, 1), LANGUAGE_PANELS.items(), strict=True):
+        files = f"language_models_torch_{name}_h200", f"language_models_{name}_h200"
+        rows = [row for file in files for row in read(file)["rows"]]
+        rates[name] = {row["arm"]: row["tokens_per_second"] for row in rows}
+        known = {arm: label for arm, label in LANGUAGE_MODELS.items() if arm in rates[name]}
+        bars = {label: rates[name][arm] / 1e3 for arm, label in known.items()}
         draw_bars(axes, bars, "{:,.0f}")
         axes.set_title(title, loc="left", fontsize=9)
-    axes.set_xlabel("thousand tokens per second, forward and backward, one H200", fontsize=9)
-    best = rates["llama-3-8b", "switchback_hadamard+fused"]
-    over = best / rates["llama-3-8b", "flax"], best / rates["llama-3-8b", "torch float8_tensorwise"]
-    say(
-        figure,
-        "Llama-3-8B blocks: int8 is {:.2f} times Flax's bf16, {:.2f} times torchao's float8".format(
-            *over
-        ),
-    )
+    axes.set_xlabel("thousand tokens per second, one H200", fontsize=9)
+    over = [
+        rates["8b"]["switchback_hadamard+fused"] / rates["8b"][peer]
+        for peer in ("flax", "torch float8_tensorwise")
+    ]
+    answer = "Llama-3-8B blocks: int8 is {:.2f} times Flax's bf16, {:.2f} times torchao's float8"
+    say(figure, answer.format(*over))
 
 
 def say(figure, answer: str) -> None:

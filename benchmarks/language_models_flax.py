@@ -142,16 +142,20 @@ permuted.defvjp(
 class Blocks(nnx.Module):
     """A stack of blocks: [b, t, width] -> the same.
 
-    `remat` recomputes each block in the backward pass; `in_8_bits` stores in int8 what a block saves.
+    `remat` recomputes each block in the backward pass; `in_8_bits` stores in int8 what a block saves;
+    `finish` computes weight gradients at most one block later than input gradients.
     """
 
     def __init__(self, make: Callable[[nnx.Rngs], Block], shape: Shape, remat: bool):
         self.layers = nnx.List([make(nnx.Rngs(i)) for i in range(shape.layers)])
-        self.remat, self.in_8_bits = remat, False
+        self.remat, self.in_8_bits, self.finish = remat, False, False
 
     def __call__(self, x: jax.Array, rotation: Rotation | None) -> jax.Array:
-        for layer in self.layers:
-            x = self.call(layer, x, rotation)
+        graphs, params = map(list, zip(*map(nnx.split, self.layers)))
+        for i, graph in enumerate(graphs):
+            if self.finish and i + 1 < len(graphs):
+                params[i + 1], x = swjax.checkpoint_policies.finish_gradients(params[i + 1], x)
+            x = self.call(nnx.merge(graph, params[i]), x, rotation)
         return x
 
     def call(self, layer: Block, x: jax.Array, rotation: Rotation | None) -> jax.Array:

@@ -77,8 +77,9 @@ class GatheredProduct:
 
 
 def distribute(blocks: nnx.Module, reduce_dtype: str) -> nnx.Module:
-    """Sets the dtype in which devices sum the gradients of the matrices of blocks, in place."""
+    """Sets the dtype in which devices sum the gradients of matrices, and their order, in place."""
     layout = swjax.Layout(reduce_dtype=reduce_dtype)  # an explicit mesh shows the shardings
+    blocks.finish = True
     for _, module in nnx.iter_modules(blocks):
         if isinstance(module, FusedBlock):
             module.layout = layout

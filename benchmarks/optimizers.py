@@ -240,28 +240,23 @@ SYMMETRIC_CASES = [
     ((16, 2048, 8192), -1),
     ((16, 512, 2048), -1),
 ]
-TILES = [(128, 64, 8, 3), (128, 64, 4, 3), (128, 64, 8, 4), (128, 64, 4, 4), (128, 32, 8, 5)]
-KERNELS = ["xla", "mosaic_gpu", *TILES]
+KERNELS = ["xla", "mosaic_gpu", "triton"]
 
 
 def bench_symmetric(records: timing.Records, smoke: bool):
-    """Adds the times of symmetric products: XLA's whole product, and kernels, Triton's in each tile."""
-    for ((batch, m, k), contract), chosen in itertools.product(SYMMETRIC_CASES, KERNELS):
+    """Adds the times of symmetric products: XLA's whole product, and kernels."""
+    for ((batch, m, k), contract), name in itertools.product(SYMMETRIC_CASES, KERNELS):
         if smoke:
             batch, m, k = 2, 64, 128
         if records.seconds_left < 0:
             break
-        name = chosen if isinstance(chosen, str) else "triton"
         if name != "xla" and jax.default_backend() != "gpu":
             continue
         x = timing.random(batch, *((m, k) if contract == -1 else (k, m)), dtype="float16")
         terms = (x if m == k else None), jnp.ones((batch, 3))
-        row = {"shape": f"{batch}x{m}x{k}", "contract": contract, "kernel": chosen}
+        row = {"shape": f"{batch}x{m}x{k}", "contract": contract, "kernel": name}
         try:
             options = {"contract": contract}
-            if name == "triton":
-                module = dispatch.module_of("triton", "symmetric_product")
-                options["tile"] = module.SymmetricTile(*chosen)
             if name == "xla":
                 rows = "kij,klj->kil" if contract == -1 else "kji,kjl->kil"
                 run = jax.jit(partial(jnp.einsum, rows, preferred_element_type=x.dtype))

@@ -29,7 +29,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-DEFAULT_OPTIMIZER = "stable_adamw"
 LAYOUTS = ["data", "fsdp", "alone"]
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -37,6 +36,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.kernels.timing import wait_for  # noqa: E402
 from benchmarks.scaling_case import run_case  # noqa: E402
 from benchmarks.scaling_tables import describe, table  # noqa: E402
+from benchmarks.train_step import DEFAULT_OPTIMIZER, OPTIMIZERS  # noqa: E402
 from swjax.safe_files import write_atomically  # noqa: E402
 from swjax.training.log import environment  # noqa: E402
 
@@ -91,7 +91,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="compiler options for several devices, such as "
         "xla_gpu_disable_async_collectives=ALLCOLLECTIVES; again for another set, empty for none",
     )
-    parser.add_argument("--optimizer", default=DEFAULT_OPTIMIZER, help="config.optimizer.name")
+    parser.add_argument(
+        "--optimizers", nargs="+", choices=OPTIMIZERS, default=[DEFAULT_OPTIMIZER]
+    )
     parser.add_argument(
         "--steps",
         type=int,
@@ -125,10 +127,9 @@ def cases(args) -> list[dict]:
     if args.losses:
         kinds = [{"losses": True}]
     else:
-        kinds = [{"model": model} for model in args.models]
+        optimizers = [{} if x == DEFAULT_OPTIMIZER else {"optimizer": x} for x in args.optimizers]
+        kinds = [{"model": model} | each for model in args.models for each in optimizers]
         shared |= {"batch": args.batch, "remat": args.remat, "scan": args.scan}
-        if args.optimizer != DEFAULT_OPTIMIZER:
-            shared["optimizer"] = args.optimizer
     variants = [dict(option.split("=", 1) for option in options) for options in args.xla or [[]]]
     found = []
     for kind, devices in itertools.product(kinds, args.devices):

@@ -95,6 +95,7 @@ def prepare(case: dict):
     import jax
     import numpy as np
 
+    from benchmarks.train_step import OPTIMIZERS
     from configs import common
     from swjax.models import sharding
     from swjax.training import setup
@@ -102,8 +103,8 @@ def prepare(case: dict):
     from swjax.training.step import make_train_step
 
     changes = dict(SMOKE) if case["smoke"] else {"model.name": case["model"]}
-    if "optimizer" in case:
-        changes["optimizer.name"] = case["optimizer"]
+    for key, value in OPTIMIZERS.get(case.get("optimizer"), {}).items():
+        changes[f"optimizer.{key}"] = value
     changes |= mesh_of(case) | {
         "model.remat": case["remat"],
         "model.scan_layers": case["scan"],

@@ -45,7 +45,7 @@ KEYS: dict[str, tuple] = {
         "precision of the linear layers of every block; auto: the fastest on the chip when the run begins"),
     "model.dtype": ("bfloat16", ("float32", "bfloat16", "float16"),
         "dtype of computation; parameters are float32"),
-    "model.attention": ("", ("", "xla", "cudnn", "fused", "triton"),
+    "model.attention": ("", ("", "xla", "cudnn", "fused"),
         "'': the fastest that can run; triton: an alias of fused"),
     "model.remat": ("none", ("none", "full", "dots", "save_quantized", "save_linear"),
         "what a block saves for the backward pass: none (no recomputation), full (its input only), "
@@ -178,7 +178,7 @@ KEYS: dict[str, tuple] = {
         "whether replicated gradients are all-reduced at once after the backward pass, or, if False, "
         "layer by layer during it, for a network slower than NVLink"),
     "train.concurrent_kernels": (False, None,
-        "whether independent kernels of a step run at the same time on a GPU: docs/speed.md. It needs "
+        "whether independent kernels of a step run at the same time on a GPU: docs/training.md. It needs "
         "about twice the memory, and model.remat='none'"),
     "train.ema_decay": (0.0, "[0, 1)", "evaluates an average of the parameters; 0: off"),
     "train.nan_policy": ("stop", ("stop", "skip", "rollback"),

@@ -11,7 +11,6 @@ from swjax.linear.layouts import Layout, Spec
 from swjax.linear.sharding import Sharding, is_sharded, sharding_of_heads, vary_alike
 
 NAMES = ("xla", "cudnn", "fused")
-ALIASES: dict[str | None, str] = {"triton": "fused"}  # the name of version 0.1
 CUDNN_MULTIPLE = 8  # cuDNN needs a multiple of this many tokens; padding is masked
 
 
@@ -45,7 +44,6 @@ def _choose(shape, like, implementation, layout, unsupported: str = ""):
 
     `unsupported` says why swjax's kernels cannot run, "" if they can.
     """
-    implementation = ALIASES.get(implementation, implementation)
     if implementation not in (None, *NAMES):
         raise ValueError(
             f"attention must be one of {', '.join(NAMES)} or None (automatic), got {implementation!r}"
@@ -71,7 +69,7 @@ def dot_product_attention(
     k: jax.Array,
     v: jax.Array,
     *,
-    causal: bool = False,
+    is_causal: bool = False,
     length: int | None = None,
     segment_ids: jax.Array | None = None,
     implementation: str | None = None,
@@ -83,7 +81,7 @@ def dot_product_attention(
       q: [b, t, h, d].
       k, v: [b, t, h, d], or [b, t, hk, d] where h is a multiple of hk; h / hk successive heads of q then
         share a head of k and v (grouped queries).
-      causal: each token attends to itself and the tokens before it.
+      is_causal: each token attends to itself and the tokens before it.
       length: number of tokens that are not padding, from 1 to t; no token attends to padding. None means t.
       segment_ids: [b, t] integers, for several texts packed in a sequence: a token attends only to tokens
         with its number. The mask is an array [b, 1, t, t], in the dtype of q for cuDNN. None: one segment.
@@ -104,7 +102,7 @@ def dot_product_attention(
     >>> dot_product_attention(x, x, x).shape
     (1, 2, 1, 4)
     >>> q = jnp.ones((1, 2, 6, 4))
-    >>> dot_product_attention(q, x, x, causal=True, segment_ids=jnp.array([[0, 1]])).shape
+    >>> dot_product_attention(q, x, x, is_causal=True, segment_ids=jnp.array([[0, 1]])).shape
     (1, 2, 6, 4)
     """
     kinds = [f"{x.dtype}{list(x.shape)}" for x in (q, k, v)]
@@ -139,7 +137,7 @@ def dot_product_attention(
     shape = (q.shape[0], length, *q.shape[2:])
     implementation = _choose(shape, q, implementation, layout, unsupported)
     if implementation == "fused":
-        return with_kernels(q, k, v, causal=causal, length=length, layout=layout)
+        return with_kernels(q, k, v, is_causal=is_causal, length=length, layout=layout)
     mask = lengths = None
     if implementation != "cudnn" or segment_ids is not None:
         # Padding may hold anything: a weight of 0 times NaN is NaN.
@@ -157,7 +155,7 @@ def dot_product_attention(
             k,
             v,
             mask=mask,
-            is_causal=causal,
+            is_causal=is_causal,
             query_seq_lengths=lengths,
             key_value_seq_lengths=lengths,
             implementation="cudnn" if implementation == "cudnn" else "xla",
@@ -178,14 +176,14 @@ def with_kernels(
     k: jax.Array,
     v: jax.Array,
     *,
-    causal: bool = False,
+    is_causal: bool = False,
     length: int | None = None,
     layout: Layout | None = None,
 ) -> jax.Array:
     """`dot_product_attention` with swjax's kernels, or their specification through XLA where none can run."""
     sharding = sharding_of_heads(q, layout)
     arrays = (sharding.place(x[:, :length], _heads(sharding)) for x in vary_alike(q, k, v))
-    out = _attention(*arrays, causal, sharding)
+    out = _attention(*arrays, is_causal, sharding)
     return _pad_to(q.shape[1], out)
 
 

@@ -138,6 +138,28 @@ def warn_if_slow(dtypes: Iterable[str], emulated: bool = False, few_rows: str = 
         _warn(" and ".join(slow), where, "standard" if few_rows else _of(target)[0])
 
 
+def warn_of_length(length: int, parts: int) -> None:
+    """Warns once that products of blocks are emulated, because `parts` elements do not divide a length.
+
+    On CPUs nothing warns.
+
+    >>> with targets.compiling_for("TPU v5e"):
+    ...     warn_of_length(256, 128)
+    """
+    target = targets.current()
+    if target.platform != "cpu" and length % parts:
+        _warn_of_length(target.device_kind, length, parts)
+
+
+@functools.cache
+def _warn_of_length(device_kind: str, length: int, parts: int) -> None:
+    warnings.warn(
+        f"swjax: products in block formats are emulated on {device_kind}, slower than bf16, if blocks do not "
+        f"divide the part of each device, got a length of {length}: use a multiple of {parts}",
+        stacklevel=2,
+    )
+
+
 @functools.cache
 def _warn(slow: str, where: str, best: str) -> None:
     warnings.warn(

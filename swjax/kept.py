@@ -12,6 +12,12 @@ _KEPT = {
     "embedding": r"\w*embed\w*|wte|wpe|(?:\w+_)?emb",
     "norm": r"\w*norm(?:_?\d+|_\w)?|ln(?:_?\w)?",
 }
+_NAMES = {
+    "output": "head",
+    "gate": "router",
+    "embedding": "embedding or tied head",
+    "lora": "matrix of LoRA",
+}  # of kinds, in reports
 # A regular expression of these parameters: see `swjax.quantized`.
 KEPT_IN_LLMS = (
     r"(?i)(?:.*[/.])?(?:"
@@ -42,3 +48,12 @@ def kept_kind_among(path: str, paths: Collection[str]) -> str:
         if any(re.match(rf"{re.escape(up)}(?:_proj)?\b", other) for other in paths):
             return ""
     return kind
+
+
+def reason(kind: str) -> str:
+    """Why a report lists a parameter of a kind without a recipe.
+
+    >>> reason("output")
+    'the head stays in 16 bits'
+    """
+    return f"the {_NAMES.get(kind, kind)} stays in 16 bits"

@@ -10,8 +10,7 @@ from flax import linen, nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from swjax import nnx_blocks
-from swjax.kept import kept_kind_among
+from swjax import kept, nnx_blocks
 from swjax.kernels import dispatch
 from swjax.kernels.reference import QTensor
 from swjax.linear.api import gated_mlp as fused_gated_mlp
@@ -418,8 +417,8 @@ def quantize_model(
 
     Raises:
       TypeError: `recipes` is neither, or `model` is a Linen module.
-      ValueError: a recipe does not exist, or an expression matches no linear layer, or matches one with a
-        `dot_general_cls`, which computes its product itself.
+      ValueError: a recipe does not exist, or an expression or "llm" matches no linear layer, or matches one
+        with a `dot_general_cls`, which computes its product itself.
 
     >>> mlp = nnx.Sequential(nnx.Linear(3, 8, rngs=nnx.Rngs(0)), nnx.Linear(8, 2, rngs=nnx.Rngs(1)))
     >>> mlp = quantize_model(mlp, {r"layers/0": "switchback"})
@@ -432,7 +431,12 @@ def quantize_model(
     linears = {path: module for path, module in _modules(model) if product_name(module)}
     rules: Any = recipes
     if recipes == "llm":
-        switched = (path for path in linears if not kept_kind_among(path, linears))
+        switched = [path for path in linears if not kept.kept_kind_among(path, linears)]
+        if not switched:
+            raise ValueError(
+                f"the rules 'llm' need linear layers of Flax other than heads and routers, got none in a "
+                f"{type(model).__name__}: swjax.quantized(fn, \"llm\") converts layers of any kind"
+            )
         rules = {re.escape(path): "switchback" for path in switched}
     get_all(rules)  # refuses unknown ones
     chosen = {
@@ -578,12 +582,13 @@ def describe_model(model: nnx.Module, *inputs: Any, **kwargs: Any) -> Conversion
     """
     conversion = Conversion()
     conversion.line = 'swjax.quantized(lambda model, *args: model(*args), "llm")'
-    for path, module in _modules(model):
+    modules = dict(_modules(model))
+    for path, module in modules.items():
         shapes = {name: _shape_of(value) for name, value in vars(module).items()}
         own = {name: shape for name, shape in shapes.items() if shape is not None}
         kind = type(module)
         of_model = not kind.__module__.startswith("flax.")
-        conversion.note(path, kind.__name__, own, *_recipe_of(module), of_model)
+        conversion.note(path, kind.__name__, own, *_recipe_of(path, modules), of_model)
         if nnx_blocks.is_fused(module):
             conversion.fused.append(path)
     if not inputs and not kwargs:
@@ -600,13 +605,15 @@ def _shape_of(value: Any) -> tuple[int, ...] | None:
     return value.shape if isinstance(value, nnx.Param) else None
 
 
-def _recipe_of(module: nnx.Module) -> tuple[Recipe | None, str]:
+def _recipe_of(path: str, modules: dict[str, nnx.Module]) -> tuple[Recipe | None, str]:
     """The recipe of a module's product, or None, and the reason for its absence or that of kernels."""
+    module = modules[path]
     if not isinstance(module, Linear) and not product_name(module):
         return None, TAKES_NONE
     product = module if isinstance(module, Linear) else product_of(module)
     if product is None:
-        return None, UNMATCHED
+        kind = kept.kept_kind_among(path, modules)
+        return None, kept.reason(kind) if kind else UNMATCHED
     kernel = getattr(module, "kernel", None)
     falls_back = product.layout is None and kernel is not None and _spec(kernel) is not None
     return product.recipe, NO_LAYOUT if falls_back else ""

@@ -14,12 +14,11 @@ than k and n, so SwitchBack quantizes fwd and dgrad and *switches back* to 16 bi
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
 from swjax import auto
 from swjax.kept import KEPT_IN_LLMS as KEPT_IN_LLMS
-from swjax.kept import kept_kind as kept_kind
 from swjax.kernels.targets import BlockFormat
 
 R = TypeVar("R")
@@ -58,6 +57,8 @@ class Quantizer:
         `swjax.kernels.rotations`.
       scale: format of the scales of segments and squares: "float32", "float8_e8m0fnu" (MX) or
         "float8_e4m3fn" (NVFP4, with one more float32 scale for the operand).
+      ceil: whether scales of MX are rounded up, as in `jax.nn.scaled_matmul`, so that no value is clipped,
+        instead of down, as in the OCP specification.
       stochastic: whether segments are rounded up or down at random, so that the mean is the operand, instead
         of to the nearest value. The operand seeds the random bits, see
         `swjax.kernels.block_formats.reference.random_bits`.
@@ -72,6 +73,7 @@ class Quantizer:
     block: int = 0
     rotation: int = 1
     scale: str = "float32"
+    ceil: bool = False
     stochastic: bool = False
 
     @property
@@ -123,6 +125,10 @@ class Quantizer:
             raise ValueError(
                 f"Quantizer's scale must be float32, or one of {BLOCK_SCALES} for the scopes {BLOCK_SCOPES}, "
                 f"got {self.scale!r} for {self.scope!r}"
+            )
+        if self.ceil and self.scale != "float8_e8m0fnu":
+            raise ValueError(
+                f"Quantizer(ceil=True) rounds scales in float8_e8m0fnu, got {self.scale!r}: use ceil=False"
             )
         if self.stochastic and self.scope != "segment":
             raise ValueError(
@@ -281,6 +287,16 @@ class Recipe:
                 f"Recipe(save_quantized=True) cannot rotate features, got rotation={rotation}: each product "
                 "rotates along another axis; set it to 1, or save_quantized=False"
             )
+
+    @property
+    def name(self) -> str:
+        """The name in `RECIPES`; "" if there is none."""
+        return next((name for name, known in RECIPES.items() if known == self), "")
+
+    def __repr__(self) -> str:
+        """Short for recipes with a name, because every layer of a printed model has one."""
+        values = (f"{field.name}={getattr(self, field.name)!r}" for field in fields(self))
+        return f"RECIPES[{self.name!r}]" if self.name else f"Recipe({', '.join(values)})"
 
     @property
     def quantizes_weight_once(self) -> bool:
@@ -591,10 +607,7 @@ def unmatched(pattern: str, paths: Iterable[str], kind: str = "linear layer") ->
         listed += f" and {len(paths) - 20} more" if len(paths) > 20 else ""
         reason = f"it must match a whole path, one of {listed}"
     elif kind == "linear layer":
-        reason = (
-            "the model has none of Flax's. In the code of its layers, replace jax.lax.dot_general by "
-            "swjax.dot_general(recipe), or jnp.einsum by its method einsum"
-        )
+        reason = "the model has none of Flax's: swjax.quantized converts layers of any kind"
     else:
         reason = "the model has none"
     return ValueError(f"pattern {pattern!r} matches no {kind}: {reason}")

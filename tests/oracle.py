@@ -160,11 +160,12 @@ def fp8_block128(x, w, g):
     return _in_three_products(x, w, g, of_rows, of_weight, of_rows)
 
 
-def mx(block, fmt="e4m3"):
+def mx(block, fmt="e4m3", ceil=False):
     dtype, largest = FP8[fmt]
     absmax = max(np.abs(block).max(), 2.0**-92)
     exponent = np.floor(np.log2(absmax)) - np.floor(np.log2(largest))
     scale = np.float32(2.0**exponent)
+    scale *= 1 + (ceil and absmax > scale * largest)
     values = np.clip(block / scale, -largest, largest).astype(dtype)
     return values.astype(np.float64) * scale
 

@@ -4,6 +4,7 @@ import json
 import logging
 import re
 import warnings
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -187,6 +188,17 @@ def test_a_recipe_that_is_slow_on_the_chip_warns_once(chip, recipe):
         jax.eval_shape(
             lambda x, w: swjax.switchback(x, w, recipe="auto", implementation="xla"), X, NARROW
         )
+
+
+def test_lengths_that_blocks_do_not_divide_warn_once():
+    x = jnp.ones((200, 200))
+    layer = partial(swjax.switchback, recipe="fp8_block128")
+    with targets.compiling_for("H100"):
+        with pytest.warns(UserWarning, match="length of 200: use a multiple of 128") as found:
+            jax.eval_shape(lambda x: layer(layer(x, x), x), x)
+        assert len(found) == 1
+        with warnings.catch_warnings(action="error"):  # a named XLA is no surprise
+            jax.eval_shape(partial(layer, implementation="xla"), x, x)
 
 
 def test_a_run_keeps_its_recipe(tmp_path, caplog):

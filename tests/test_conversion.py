@@ -323,11 +323,12 @@ class LinenTable(nn.Module):
 
 def test_a_model_without_layers_of_flax_is_refused():
     """The error names the way out, and the report has every matrix once."""
-    with pytest.raises(ValueError, match="the model has none of Flax's. In the code of its layers"):
+    with pytest.raises(ValueError, match="the model has none of Flax's: swjax.quantized"):
         linen_rows(LinenOwn(), {".*": "switchback"})
     own = nnx.Dict(weight=nnx.Param(jnp.ones((8, 8))))
-    with pytest.raises(ValueError, match="replace jax.lax.dot_general by swjax.dot_general"):
-        swjax.nnx.quantize_model(own, {".*": "switchback"})
+    for rules in ("llm", {".*": "switchback"}):
+        with pytest.raises(ValueError, match="swjax.quantized.* converts layers of any kind"):
+            swjax.nnx.quantize_model(own, rules)
     assert linen_rows(LinenOwn(), {}) == [
         ("table", "rows", (5, 8), False, "takes no dot_general"),
         ("", "gate", (8, 8), False, "takes no dot_general"),
@@ -516,8 +517,11 @@ def test_the_rules_of_language_models():
             self.lm_head = linear()
 
     model = swjax.nnx.quantize_model(Model(nnx.Rngs(0)), "llm")
-    recipes = {matrix.path: matrix.recipe for matrix in swjax.nnx.describe_model(model)}
-    assert [recipes[name] == RECIPES["switchback"] for name in names] == [True, True, False, False]
+    report = {matrix.path: matrix for matrix in swjax.nnx.describe_model(model)}
+    recipes = [report[name].recipe for name in names]
+    assert recipes == [RECIPES["switchback"], RECIPES["switchback"], None, None]
+    reasons = [report[name].reason for name in names]
+    assert reasons == ["", "", "the router stays in 16 bits", "the head stays in 16 bits"]
     with pytest.raises(TypeError, match=r"use swjax.quantized\(model.apply, \"llm\"\)"):
         with swjax.linen.quantized("llm"):
             pass

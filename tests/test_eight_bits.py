@@ -12,9 +12,9 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from swjax.optax import eight_bit_moments, muon, per_tensor_guard, rms_by_path, stable_adamw
-from swjax.optax.eight_bits import decode, encode
+from swjax.optax.codes import decode, encode
 
-run = jax.jit(lambda x, seed: decode(encode(x, 128, seed), 128))
+run = jax.jit(lambda x, seed: decode(encode(x, seed)))
 
 
 def test_rounding_is_within_one_ratio_and_unbiased():
@@ -27,7 +27,8 @@ def test_rounding_is_within_one_ratio_and_unbiased():
     results = np.stack([np.asarray(run(x, seed), np.float64) for seed in range(400)])
     assert (np.sign(results) == np.sign(x)).all()
     ratio = np.abs(results[:, x != 0] / x[x != 0])
-    largest = 2 ** (10 * np.log2(10) / 126)  # of two neighbours: ten decades in 126 steps
+    # Ten decades in 126 steps; a step is linear between powers of two, so ratios differ by up to a half.
+    largest = 1 + 10 * np.log2(10) / 126
     assert 1 / largest < ratio.min() and ratio.max() < largest
     assert np.abs(ratio.mean(0) - 1).max() < 5 * 0.09 / 20  # of 400 numbers in [0.9, 1.1]
     assert abs(ratio.mean() - 1) < 5e-4
@@ -101,7 +102,7 @@ def test_small_arrays_and_other_fields_stay():
         np.testing.assert_array_equal, optax.tree.map_params(optimizer, lambda x: x, state), state
     )
     mu, nu = state.inner.mu, state.inner.nu
-    assert mu["w"].dtype == jnp.int8 and state.ranges.shape == (2, 96 + 128)
+    assert mu["w"].dtype == jnp.int8 and state.block_ranges.shape == (2, 96 + 128)
     assert mu["b"].dtype == nu["w"].dtype == jnp.float32
 
 
@@ -116,7 +117,7 @@ def test_every_sharding_has_the_same_bits():
         state = jax.jit(optimizer.init)(placed)
         got = update(placed, state, placed)[1]
         assert got.inner.nu["w"].sharding.spec == spec
-        jax.tree.map(np.testing.assert_array_equal, got.ranges, want.ranges)
+        jax.tree.map(np.testing.assert_array_equal, got.block_ranges, want.block_ranges)
         jax.tree.map(np.testing.assert_array_equal, got.inner.nu, want.inner.nu)
 
 
@@ -150,7 +151,6 @@ def test_a_guard_inside_is_one_line():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"block": 0}, "block must be an int of at least 1, got 0"),
         ({"fields": "mu"}, r"names of fields, got 'mu': pass a tuple"),
         ({"fields": ("trace",)}, "none of the fields trace in the state .*: name those"),
     ],

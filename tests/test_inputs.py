@@ -112,7 +112,6 @@ def test_a_run_resumes_with_moved_data_and_other_data_to_score(saved, tmp_path, 
     assert "the val data differ from those that this run was saved with" in caplog.text
     table(tmp_path / "moved", CAPTIONS)
     config.data.table.splits.train = str(tmp_path / "moved" / "pairs.csv")
-    inputs.check_fingerprints({}, {"train": "of a run of an earlier version"})
     assert train(config, workdir, after=1) == 0
 
 

@@ -43,6 +43,7 @@ def test_a_run_continues_to_the_same_bits(start, recipe, tmp_path, monkeypatch, 
             shutil.copytree(tmp_path / "whole", tmp_path / "run")
 
     monkeypatch.setattr(train, "LINES", 2)
+    monkeypatch.setattr(train, "SECONDS", 0)
     with monkeypatch.context() as patch:
         patch.setattr(train.Run, "record", record_and_copy)
         patch.setattr(train, "sample", lambda *_: "")

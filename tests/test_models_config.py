@@ -267,7 +267,6 @@ def count_flops(jaxpr):
         ({"remat": "some"}, "remat must be one of none, full, dots, save_quantized, save_linear, got 'some'"),
         ({"attention": "flash"}, "attention must be one of None, xla, cudnn, fused, got 'flash'"),
         ({"attention": "cudnn"}, "attention='cudnn' needs a 16-bit dtype, got dtype='float32'"),
-        ({"attention": "triton"}, "attention='fused' needs a 16-bit dtype, got dtype='float32'"),
         ({"recipe": "int4"}, "recipe must be one of standard, switchback"),
         ({"recipe": {".*mlp.*": "int4"}}, "recipe must be one of standard, switchback"),
         ({"recipe": {"mpl": "standard"}}, "pattern 'mpl' matches no linear layer"),

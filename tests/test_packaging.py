@@ -169,8 +169,11 @@ def test_constraints_cover_the_requirements_and_name_no_address():
 
 def test_one_version_everywhere():
     """The release workflow also compares the tag with these files."""
-    assert f"version: {version()}\n" in (ROOT / "CITATION.cff").read_text()
-    assert f"\n## [{version()}] - " in (ROOT / "CHANGELOG.md").read_text()
+    citation, changelog = ((ROOT / name).read_text() for name in ("CITATION.cff", "CHANGELOG.md"))
+    assert f"version: {version()}\n" in citation
+    date = re.search(rf"^## \[{version()}\] - (unreleased|20\d\d-\d\d-\d\d)$", changelog, re.M)
+    released = re.search(r'^date-released: "(.*)"$', citation, re.M)
+    assert date[1] == (released[1] if released else "unreleased")
 
 
 def test_extras_of_the_image_exist():

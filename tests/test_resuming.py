@@ -217,7 +217,6 @@ def test_every_config_of_a_run_is_kept_with_its_step(micro, tmp_path, capsys):
     assert entries[-1]["config"] == json.loads((tmp_path / "config.json").read_text())
     assert "after step 8: optimizer.weight_decay: 0.5 -> 0.1" in capsys.readouterr().out
     assert not any("PASSWORD" in path.read_text() for path in tmp_path.iterdir())
-    assert config_lib.changes(json.dumps(config.to_dict()), config) == []
 
 
 def test_a_run_writes_through_no_link(tmp_path):

@@ -277,15 +277,15 @@ def test_values_of_attention_whose_heads_are_split(sizes, heads, kind):
     mesh = make_mesh(sizes, KINDS[kind])
     split = heads % sizes[2] == 0
     arrays = [draw(BATCH, TOKENS_EACH, heads, 16, seed=seed) for seed in range(4)]
-    run = partial(gradients, partial(with_kernels, causal=True))
+    run = partial(gradients, partial(with_kernels, is_causal=True))
     want = jax.jit(run)(arrays[:3], arrays[3])
     layout = Layout(w=P("fsdp", "tensor"))
     spec = P(("data", "fsdp"), None, "tensor" if split else None)
     placed = [put(a, mesh, spec) for a in arrays]
-    run = partial(gradients, partial(with_kernels, causal=True, layout=layout))
+    run = partial(gradients, partial(with_kernels, is_causal=True, layout=layout))
     with jax.set_mesh(mesh):
         fn = compiled(run, placed[:3], placed[3])
         compare(fn(placed[:3], placed[3]), want)
         assert not collectives(fn)
-        whole = partial(with_kernels, causal=True, layout=Layout(tokens=P()))
+        whole = partial(with_kernels, is_causal=True, layout=Layout(tokens=P()))
         compare(jax.jit(whole)(*placed[:3]), want[0])

@@ -1,4 +1,6 @@
-"""`swjax.checkpoint_policies.store_in_8_bits`: bytes, errors, transformations."""
+"""`swjax.checkpoint_policies`: bytes, errors and transformations of `store_in_8_bits`; `finish_gradients`."""
+
+import re
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +9,7 @@ import pytest
 from jax import lax
 
 import swjax
-from swjax.checkpoint_policies import store_in_8_bits
+from swjax.checkpoint_policies import finish_gradients, store_in_8_bits
 
 SHAPE = (2, 64, 96)  # groups of 32 features
 
@@ -97,3 +99,24 @@ def test_a_weight_is_no_activation_of_as_many_tokens():
 def test_a_group_that_is_too_small_is_refused():
     with pytest.raises(ValueError, match="group must be at least 16 features, got 8: pass 128"):
         store_in_8_bits(layer, group=8)
+
+
+@pytest.mark.parametrize("call", [layer, jax.checkpoint(layer)])
+def test_gradients_finish_one_block_later(call):
+    """The gradients of block i + 1 and that of the input of block i pass one barrier, and keep their bits."""
+
+    def total(finish, blocks, x):
+        blocks = [(block, OFFSET) for block in blocks]
+        for i in range(3):
+            if finish and i < 2:
+                blocks[i + 1], x = finish_gradients(blocks[i + 1], x)
+            x, _ = call(blocks[i][0], x, blocks[i][1])
+        return jnp.sum(x)
+
+    arrays = [{"w": draw(96, 96, seed=i) / 10} for i in range(3)], draw(*SHAPE, seed=3)
+    gradients = lambda finish: jax.jit(jax.grad(lambda *args: total(finish, *args), argnums=(0, 1)))
+    jax.tree.map(np.testing.assert_array_equal, *(gradients(f)(*arrays) for f in (True, False)))
+    program = str(jax.make_jaxpr(gradients(True))(*arrays))
+    barriers = re.findall(r"(.*) = optimization_barrier", program)
+    shapes = [re.findall(r"f32\[([\d,]+)\]", line) for line in barriers]
+    assert shapes.count(["96,96", "2,64,96"]) == 2

@@ -324,7 +324,7 @@ def bench_attention(records: timing.Records, heads: dict[str, tuple]):
                 return
             tokens = shape[1] + (-shape[1] % attention.CUDNN_MULTIPLE if name == "cudnn" else 0)
             arrays = [timing.random(shape[0], tokens, *shape[2:]) for _ in range(4)]
-            options = {"causal": causal, "length": shape[1], "implementation": name}
+            options = {"is_causal": causal, "length": shape[1], "implementation": name}
             try:
                 compiled = timing.compiled(partial(run, options), *arrays)
                 us = timing.measure(compiled, *arrays).us

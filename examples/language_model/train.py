@@ -41,7 +41,8 @@ DEFAULTS = {
     "350m": {"steps": 6000, "batch": 32, "length": 1024, "rate": 5e-4},
 }
 WRITTEN = 500  # bytes of the sample
-LINES = 20  # of progress in a run; each is also a checkpoint
+LINES = 20  # of progress in a run
+SECONDS = 120  # between checkpoints, at least: a state of 350m is 4 GB
 
 
 def main(argv: list[str] | None = None) -> Any:
@@ -163,7 +164,8 @@ class Run:
         lines = self.metrics.read_text().splitlines() if step else []
         kept = [line for line in lines if json.loads(line)["step"] <= step]
         self.metrics.write_text("".join(f"{line}\n" for line in kept))
-        self.began = time.perf_counter(), step
+        self.saved = time.perf_counter()
+        self.began = self.saved, step
         self.losses: list[jax.Array] = []
         return step, state
 
@@ -173,7 +175,7 @@ class Run:
         return step % self.every == 0 or step == self.settings["steps"]
 
     def record(self, step: int, val_loss: jax.Array, state: Any) -> None:
-        """Prints and stores the progress since the last line, in nats a byte, and saves the state."""
+        """Prints and stores the progress since the last line, in nats a byte; stores the state if due."""
         loss = float(jnp.stack(self.losses).mean())
         seconds, steps = time.perf_counter() - self.began[0], step - self.began[1]
         speed = steps * self.tokens / seconds
@@ -186,8 +188,10 @@ class Run:
             f"{speed:,.0f} bytes/s  {left:.0f} s left",
             flush=True,
         )
+        if step == self.settings["steps"] or time.perf_counter() - self.saved >= SECONDS:
+            self.checkpoints.save(step, args=ocp.args.StandardSave(state))
+            self.saved = time.perf_counter()
         self.losses, self.began = [], (time.perf_counter(), step)
-        self.checkpoints.save(step, args=ocp.args.StandardSave(state))
 
 
 class Parser(argparse.ArgumentParser):
@@ -232,4 +236,4 @@ if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        sys.exit("interrupted: the same command continues from the last line of progress")
+        sys.exit("interrupted: the same command continues from the last checkpoint")

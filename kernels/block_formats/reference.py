@@ -78,6 +78,7 @@ def quantize_blocks(
     block: int,
     scale: str,
     square: bool = False,
+    ceil: bool = False,
     absmax: jax.Array | None = None,
     bits: jax.Array | None = None,
 ) -> Blocks:
@@ -87,8 +88,8 @@ def quantize_blocks(
 
     - "float32": m / largest(dtype), as in `swjax.quantize`.
     - "float8_e8m0fnu", MX: 2 ** (floor(log2 m) - e), with the exponent e of the largest value of `dtype`.
-      This is the OCP specification. It rounds the scale down, which clips up to an eighth of m.
-      `jax.nn.scaled_matmul` rounds m / largest(dtype) up to a power of two, and clips nothing.
+      This is the OCP specification. It rounds the scale down, which clips up to an eighth of m. With `ceil`,
+      m / largest(dtype) is rounded up to a power of two, as in `jax.nn.scaled_matmul`, which clips nothing.
     - "float8_e4m3fn", NVFP4: m / largest(dtype) * encode, rounded to e4m3, with encode = 448 *
       largest(dtype) / M and the largest magnitude M of the array, as in Transformer Engine.
 
@@ -102,6 +103,7 @@ def quantize_blocks(
       block: elements per block.
       scale: format of the scales, see above.
       square: whether blocks are `block` x `block` elements of a matrix.
+      ceil: whether scales of MX are rounded up.
       absmax: float32 with one element, M; None takes that of x. For shards of a larger array.
       bits: uint32 like x, random: rounds stochastically, see `round_to_fp8`, so that the mean over bits is x,
         clipped where a scale was rounded down. None rounds to nearest, ties to even.
@@ -110,7 +112,8 @@ def quantize_blocks(
       Blocks.
 
     Raises:
-      ValueError: a format does not exist, or the block is not positive, or `square` and x is no matrix.
+      ValueError: a format does not exist, the block is not positive, `square` and x is no matrix, or `ceil`
+        and the scales are not those of MX.
 
     >>> x, options = jnp.array([[3.0, 400.0, 0.3, 0.0]]), {"dtype": "float4_e2m1fn", "block": 2}
     >>> q = quantize_blocks(x, **options, scale="float8_e8m0fnu")
@@ -126,11 +129,12 @@ def quantize_blocks(
         or scale not in SCALES
         or block < 1
         or (square and x.ndim != 2)
+        or (ceil and scale != "float8_e8m0fnu")
     ):
         raise ValueError(
             f"quantize_blocks needs a dtype of {', '.join(_LARGEST_EXPONENT)}, a scale of "
-            f"{', '.join(SCALES)}, a positive block and for square blocks a matrix, got "
-            f"{dtype!r}, {scale!r}, {block} and {x.shape}"
+            f"{', '.join(SCALES)}, a positive block, for square blocks a matrix and for ceil "
+            f"float8_e8m0fnu, got {dtype!r}, {scale!r}, {block}, {x.shape} and ceil={ceil}"
         )
     largest, one = ELEMENTS[dtype], jnp.ones((1,) * x.ndim, jnp.float32)
     if not x.size:
@@ -142,6 +146,8 @@ def quantize_blocks(
     elif scale == "float8_e8m0fnu":
         power = lax.bitcast_convert_type(maxima, jnp.uint32) & jnp.uint32(0x7F800000)
         scales = lax.bitcast_convert_type(power, jnp.float32) * 2.0 ** -_LARGEST_EXPONENT[dtype]
+        if ceil:
+            scales = jnp.where(maxima > scales * largest, 2 * scales, scales)
         factors = 1 / scales  # exact: a power of two
     else:
         whole = absolute_maximum(x, tuple(range(x.ndim))) if absmax is None else absmax

@@ -7,7 +7,8 @@ shared memory (TMA). Two warpgroups multiply (wgmma), each half of the rows of t
     full[slot]    the copies have arrived              memory warpgroup -> compute warpgroups
     empty[slot]   both warpgroups have read the slot   compute warpgroups -> memory warpgroup
 
-The memory warpgroup copies the next unit while the others write this one. Past the edge of an array TMA reads
+The memory warpgroup copies the next unit while the others write this one. In `run_in_turns` a compute
+warpgroup multiplies a whole tile, and the other multiplies the next one while it writes. Past the edge of an array TMA reads
 zeros and writes nothing. `product.why_not` names an exception.
 """
 
@@ -127,6 +128,20 @@ def run(work: Work, scratch: Scratch) -> None:
     )
 
 
+def run_in_turns(work: Work, scratch: Scratch) -> None:
+    """`run` for warpgroups that take turns: units with an even number belong to the first, odd to the second.
+
+    So the tensor cores multiply one tile while the other is written. All units have the same number of steps.
+    `scratch.full` has barriers for the slots of the first warpgroup, then for those of the second. `multiply`,
+    `total` and `store` get the number of the warpgroup in place of the half, and compute TILE_M rows.
+    """
+    units = work.units()
+    specialize(
+        copy=lambda: _copy_units(work, scratch, units, in_turns=True),
+        compute=lambda warpgroup: _multiply_in_turns(work, scratch, units, warpgroup),
+    )
+
+
 def specialize(copy: Callable[[], None], compute: Callable[[jax.Array], None]) -> None:
     """Runs `copy` in the memory warpgroup, and ``compute(warpgroup)`` in the others."""
     warpgroup = lax.axis_index("warpgroup")
@@ -150,17 +165,25 @@ def wait_for_slot(empty: Ref, used: jax.Array, stages: int) -> None:
         plgpu.barrier_wait(empty.at[lax.rem(used, stages)])
 
 
-def _copy_units(work: Work, scratch: Scratch, units: jax.Array) -> None:
+def _full(work: Work, scratch: Scratch, slot: jax.Array, turn: jax.Array | None) -> Ref:
+    """The barrier of a slot that has arrived, for the warpgroup whose turn it is."""
+    return scratch.full.at[slot if turn is None else turn * work.stages + slot]
+
+
+def _copy_units(
+    work: Work, scratch: Scratch, units: jax.Array, *, in_turns: bool = False
+) -> None:
     """Copies the operands of all units: the memory warpgroup."""
 
     def copy_unit(unit, used):
         start, count = work.span(unit)
         copy = work.load(unit)
+        turn = lax.rem(unit, 2) if in_turns else None
 
         def step(s, used):
             wait_for_slot(scratch.empty, used, work.stages)
             slot = lax.rem(used, work.stages)
-            copy(start + s, slot, scratch.full.at[slot])
+            copy(start + s, slot, _full(work, scratch, slot, turn))
             return used + 1
 
         return lax.fori_loop(0, count, step, used)
@@ -187,6 +210,24 @@ def _multiply_units(work: Work, scratch: Scratch, units: jax.Array, half: jax.Ar
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
+def _multiply_in_turns(
+    work: Work, scratch: Scratch, units: jax.Array, warpgroup: jax.Array
+) -> None:
+    """Multiplies and writes every other unit: a compute warpgroup of `run_in_turns`."""
+
+    def multiply_unit(turn, _):
+        unit = 2 * turn + warpgroup
+
+        def sum_steps(first, count, during=None):
+            used = unit * count + first
+            return _sum_steps(work, scratch, used, count, warpgroup, during, None, in_turns=True)
+
+        work.store(unit, work.total(unit, warpgroup, sum_steps), warpgroup)
+
+    lax.fori_loop(0, pl.cdiv(units - warpgroup, 2), multiply_unit, None)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
 def _sum_steps(
     work: Work,
     scratch: Scratch,
@@ -195,13 +236,16 @@ def _sum_steps(
     half: jax.Array,
     during: Callable[[], None] | None,
     before: Callable[[jax.Array, jax.Array], None] | None,
+    *,
+    in_turns: bool = False,
 ) -> jax.Array:
     """Sums `count` steps from step `used` on; releases each slot once the next product is issued."""
+    turn = half if in_turns else None
 
     def multiply_steps(sums):
         def step(s, _):
             slot = lax.rem(used + s, work.stages)
-            plgpu.barrier_wait(scratch.full.at[slot])
+            plgpu.barrier_wait(_full(work, scratch, slot, turn))
             if before:
                 before(s, slot)
             work.multiply(sums, slot, half)
@@ -219,7 +263,8 @@ def _sum_steps(
         plgpu.barrier_arrive(scratch.empty.at[lax.rem(used + count - 1, work.stages)])
         return sums[...]
 
-    sums = plgpu.WGMMAAccumulatorRef((HALF, work.columns), jnp.dtype(work.sum_dtype))
+    rows = TILE_M if in_turns else HALF
+    sums = plgpu.WGMMAAccumulatorRef((rows, work.columns), jnp.dtype(work.sum_dtype))
     return pl.run_scoped(multiply_steps, sums=sums)
 
 

@@ -220,7 +220,7 @@ def _block_sums(quantizer: Quantizer, x: jax.Array, axis: int, inside: jax.Array
     spread: dict[str, Any] = {"square": quantizer.scope == "square"}
     options: dict[str, Any] = {"dtype": quantizer.dtype, "scale": quantizer.scale} | spread
     bits = random_bits(exact, exact.shape, stream=axis + 1) if quantizer.stochastic else None
-    blocks = quantize_blocks(exact, axis, block=block, bits=bits, **options)
+    blocks = quantize_blocks(exact, axis, block=block, ceil=quantizer.ceil, bits=bits, **options)
     q = emulated(blocks, axis, block, dtype="float32", **spread)
     largest = ELEMENTS[quantizer.dtype]
     return _counts_and_squares(x, exact, blocks.values, reference.dequantize(q), largest)

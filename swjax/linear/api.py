@@ -344,7 +344,9 @@ def _layer(
     if isinstance(w, QTensor):
         recipe = recipe.with_constant_weight()
     formats = () if implementation == "xla" else targets.block_formats()
-    auto.warn_if_slow(recipe.dtypes, recipe.is_emulated(formats))
+    # A layer that names XLA asks for the emulation.
+    emulated = implementation != "xla" and recipe.is_emulated(formats)
+    auto.warn_if_slow(recipe.dtypes, emulated)
     dispatch.check_products(implementation, _products(recipe, formats))
     kind = jnp.inexact if jnp.iscomplexobj(x) else jnp.floating
     if out_dtype is not None and not jnp.issubdtype(out_dtype, kind):

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from swjax.kept import kept_kind
-from swjax.recipes import RECIPES, Product, Recipe
+from swjax.recipes import Product, Recipe
 
 UNMATCHED = "no expression matches its path"
 TAKES_NONE = "takes no dot_general"
@@ -48,6 +48,7 @@ class Matrix:
 class Conversion(list[Matrix]):
     """Every `Matrix` of a model; prints as a table, a summary and the products of the recipes.
 
+    >>> from swjax.recipes import RECIPES
     >>> conversion = Conversion()
     >>> conversion.note("mlp/fc1", "Linear", {"kernel": (64, 256)}, RECIPES["switchback"])
     >>> conversion.note("embed", "Embed", {"embedding": (100, 64)}, None, "takes no dot_general")
@@ -140,9 +141,7 @@ def warn_if_only_kept(paths: Sequence[str], report: str) -> None:
 
 def recipe_name(recipe: Recipe | None) -> str:
     """The name of a recipe; "-" for None, "a Recipe" for one that has none."""
-    if recipe is None:
-        return "-"
-    return next((name for name, known in RECIPES.items() if known == recipe), "a Recipe")
+    return "-" if recipe is None else recipe.name or "a Recipe"
 
 
 def _products(recipe: Recipe) -> str:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from swjax import auto
 from swjax.kernels import dispatch, reference, targets
 from swjax.kernels.block_formats.reference import (
     Blocks,
@@ -73,7 +74,8 @@ class Layer:
     def multiplies_blocks(self, quantizer: Quantizer, *lengths: int) -> bool:
         """Whether operands of this block format, whose sum has this length, are multiplied without emulation.
 
-        Blocks must divide the part of each device, also along the other axis of squares if that is given.
+        Blocks must divide the part of each device, also along the other axis of squares if that is given;
+        otherwise a warning says so.
         """
         mesh = self.sharding.mesh
         if self.implementation == "xla":
@@ -81,8 +83,12 @@ class Layer:
         if quantizer.block_format not in targets.block_formats(mesh):
             return False
         parts = quantizer.block * (1 if mesh is None else mesh.size)
-        # A number of tokens that `jax.export` does not know is no integer.
-        return all(isinstance(length, int) and length % parts == 0 for length in lengths)
+        known = [
+            length for length in lengths if isinstance(length, int)
+        ]  # not those of `jax.export`
+        for length in known:
+            auto.warn_of_length(length, parts)
+        return len(known) == len(lengths) and not any(length % parts for length in known)
 
 
 class Operand(NamedTuple):
@@ -313,7 +319,7 @@ def _in_blocks(
     block, square = quantizer.block or max(x.shape[axis], 1), quantizer.scope == "square"
     options: dict[str, Any] = {"dtype": quantizer.dtype, "block": block, "square": square}
     options["scale"] = quantizer.scale
-    blocks = quantize_blocks(x, axis, absmax=absmax, bits=bits, **options)
+    blocks = quantize_blocks(x, axis, ceil=quantizer.ceil, absmax=absmax, bits=bits, **options)
     if matrix_units:
         return for_matrix_units(blocks, axis, **options)
     dtype = "float32" if quantizer.scale == "float32" else "bfloat16"

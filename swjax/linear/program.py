@@ -16,8 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from swjax import auto, recipes
-from swjax.kept import kept_kind_among
+from swjax import auto, kept, recipes
 from swjax.linear.contraction import dot_general
 from swjax.linear.conversion import TAKES_NONE, UNMATCHED, Matrix, warn_if_only_kept
 from swjax.linear.frozen import FrozenWeight, freeze
@@ -243,6 +242,7 @@ def quantized(
       A function with the arguments of `fn`, and a method `report` with the same arguments.
 
     Raises:
+      TypeError: `fn` is a module of Flax instead of a function of its parameters.
       ValueError: a recipe does not exist; or, in a call, an expression matches no parameter, a rule names a
         parameter of integers that is multiplied, or no recipe supports a product.
 
@@ -258,6 +258,13 @@ def quantized(
     lm_head  abc,cd->abd  2x4x32, 32x16  1 x  66.7%  -           the head stays in 16 bits
     in 8 bits: 33.3% of 1.23e+04 forward FLOPs, 33.3% of input gradients, 0.0% of weight gradients
     """
+    remedies = {"flax.linen": "its apply", "flax.nnx": "lambda model, *args: model(*args)"}
+    for library, remedy in remedies.items():
+        if library in sys.modules and isinstance(fn, sys.modules[library].Module):
+            raise TypeError(
+                "swjax.quantized needs a function of parameters, got the module "
+                f"{type(fn).__name__}: pass {remedy}"
+            )
     dot_general(implementation=implementation)  # refuses one that does not exist
     if rules != "llm":
         recipes.get_all(rules)  # type: ignore[arg-type]  # it refuses other types
@@ -330,26 +337,16 @@ def _choices(rules: str | Mapping[str, str | Recipe], paths: Sequence[str]) -> d
             recipe, reason = None, "its rule is 'standard'"
         automatic = named.get(path) == auto.NAME
         choices[path] = Choice(recipe, "" if recipe else reason, automatic=automatic)
-        if recipes.kept_kind(path) == "lora":
-            choices[path] = _kept("matrix of LoRA")
+        if kept.kept_kind(path) == "lora":
+            choices[path] = Choice(None, kept.reason("lora"))
     return choices
 
 
 def _llm_choice(path: str, paths: Sequence[str]) -> Choice:
-    kind = kept_kind_among(path, paths)
+    kind = kept.kept_kind_among(path, paths)
     if not kind:
         return Choice(recipes.get("switchback"), automatic=True)
-    names = {
-        "output": "head",
-        "gate": "router",
-        "embedding": "embedding or tied head",
-        "lora": "matrix of LoRA",
-    }
-    return _kept(names.get(kind, kind))
-
-
-def _kept(name: str) -> Choice:
-    return Choice(None, f"the {name} stays in 16 bits")
+    return Choice(None, kept.reason(kind))
 
 
 def _warn(planner: Planner) -> None:

@@ -191,7 +191,6 @@ class Options:
         if isinstance(self.recipe, Mapping):  # a tuple is hashable
             object.__setattr__(self, "recipe", tuple(self.recipe.items()))
         _check_choice("dtype", self.dtype, DTYPES)
-        object.__setattr__(self, "attention", attention.ALIASES.get(self.attention, self.attention))
         _check_choice("attention", self.attention, ATTENTION)
         _check_choice("gelu", self.gelu, GELUS)
         _check_choice("remat", self.remat, REMAT)

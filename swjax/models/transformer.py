@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from swjax import attention
+from swjax.checkpoint_policies import finish_gradients
 from swjax.diagnostics.values import magnitudes
 from swjax.kernels import targets
 from swjax.linear import prologues
@@ -137,7 +138,7 @@ class Attention(nnx.Module):
             q,
             k,
             v,
-            causal=self.causal,
+            is_causal=self.causal,
             length=length,
             implementation=implementation,
             layout=self.q.layout,
@@ -284,9 +285,11 @@ def _unrolled(step: Callable, carry, stacked):
     # layer.
     leaves, treedef = jax.tree.flatten(stacked)
     layers = leaves[0].shape[0]
-    slices = zip(*(jax.lax.split(leaf, (1,) * layers) for leaf in leaves), strict=True)
-    outputs = []
-    for layer in slices:
+    slices = list(zip(*(jax.lax.split(leaf, (1,) * layers) for leaf in leaves), strict=True))
+    outputs, several = [], targets.device_count() > 1
+    for i, layer in enumerate(slices):
+        if several and i + 1 < layers:
+            slices[i + 1], carry = finish_gradients(slices[i + 1], carry)
         carry, output = step(
             carry, jax.tree.unflatten(treedef, [leaf.squeeze(0) for leaf in layer])
         )

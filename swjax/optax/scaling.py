@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from swjax.optax.checks import require_number
-from swjax.optax.eight_bits import has_eight_bits
+from swjax.optax.codes import has_eight_bits
 from swjax.optax.tensors import (
     TensorValues,
     as_arrays,

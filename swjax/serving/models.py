@@ -341,7 +341,6 @@ def load(path: str | Path, model: AnyModel) -> AnyModel:
     """
     with tensor_files.open_file(path) as file:
         arrays = {name: file.get_tensor(name) for name in file.keys()}
-        # Files of earlier versions lack the entry.
         float8 = _read_float8(path, (file.metadata() or {}).get(_FLOAT8, "{}"))
     expected = weights(model)
     for name in sorted(expected.keys() | arrays.keys()):

@@ -354,8 +354,7 @@ def _check_batch(config: ConfigDict, batch_shards: int) -> None:
 
 def _check_concurrency(config: ConfigDict) -> None:
     remat = config.model.remat
-    # A config of an earlier version lacks the key.
-    if config.train.get("concurrent_kernels") and remat != "none":
+    if config.train.concurrent_kernels and remat != "none":
         raise ConfigError(
             "config.train.concurrent_kernels=True needs config.model.remat='none', because recomputation "
             f"saves no memory with it, got remat={remat!r}: set one of them"
@@ -459,8 +458,7 @@ def changes(saved: str, config: ConfigDict) -> list[str]:
     Raises:
       ConfigError: the saved config is damaged.
     """
-    text = mask_credentials(saved)  # earlier versions stored them
-    old = read_json("config.json", text, remedy="restore it from a copy, or remove it")
+    old = read_json("config.json", saved, remedy="restore it from a copy, or remove it")
     found = differences(old, json.loads(to_json(config)))
     return [change for change in found if not change.startswith(UNCOUNTED)]
 

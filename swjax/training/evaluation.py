@@ -60,7 +60,7 @@ class Evaluator:
         self._sizes = {
             "batch_size": config.eval.batch_size,
             "context_length": config.data.context_length,
-            "tokenizer": config.data.get("tokenizer", ""),  # earlier versions lack the key
+            "tokenizer": config.data.tokenizer,
             "image_size": config.data.image_size,
             "fitting": fitting(config),
             "share": sharding.batch_share(mesh),

@@ -167,14 +167,14 @@ def check_fingerprints(position: Mapping[str, Any], own: Mapping[str, str]) -> N
     """Compares the data of a resumed run with the data that it was saved with.
 
     Args:
-      position: the saved data position; earlier versions saved no fingerprints.
+      position: the saved data position.
       own: fingerprints of the current data.
 
     Raises:
       ConfigError: the training data differ. For other splits, or a run resumed from `checkpoint.resume` in
         another workdir, logs a warning instead.
     """
-    saved = position.get(_PRINTS, {})
+    saved = position[_PRINTS]
     changed = [split for split in own if saved.get(split, own[split]) != own[split]]
     if "train" in changed and not position.get(RESUMED):
         raise ConfigError(
@@ -319,7 +319,7 @@ def open_batches(
             seed=config.train.seed,
             position=position,
             context_length=c.context_length,
-            tokenizer=c.get("tokenizer", ""),  # a config of an earlier version lacks the key
+            tokenizer=c.tokenizer,
             image_size=c.image_size,
             fitting=fitting(config),
             augmentation=augmentation(config),

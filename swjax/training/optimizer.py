@@ -115,7 +115,7 @@ def make_optimizer(config: ConfigDict, schedule: optax.Schedule) -> optax.Gradie
     if c.name == "muon":
         shared["block_axes"] = clip.block_axes
         shared["dtype"] = dtype_of_muon(config.model.dtype)
-        shared["coefficients"] = c.get("coefficients", "quintic")  # older versions lack the key
+        shared["coefficients"] = c.coefficients
         update = muon(schedule, is_matrix_of_blocks, b2=c.b2, **shared)
     elif c.name == "adamw":
         update = optax.adamw(schedule, b2=c.b2, **shared)
@@ -131,7 +131,7 @@ def make_optimizer(config: ConfigDict, schedule: optax.Schedule) -> optax.Gradie
         raise ConfigError(
             f"config.optimizer.name={c.name!r} has no branch in make_optimizer: add one"
         )
-    if c.get("layer_decay", 1.0) < 1:  # older versions lack the key
+    if c.layer_decay < 1:
         m = config.model
         blocks = {
             tower: m[tower].layers or getattr(clip.CONFIGS[m.name], tower).layers

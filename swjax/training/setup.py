@@ -59,9 +59,7 @@ class Parts:
     def train_step(self, config: ConfigDict) -> Callable:
         """Returns the step of `swjax.training.step.make_train_step`, which compiles at its first call."""
         step = make_train_step(config, self.graphdef, self.optimizer, self.schedule)
-        # A config of an earlier version lacks the key.
-        concurrent = config.train.get("concurrent_kernels", False)
-        return compile_step(step, self.like, concurrent=concurrent)
+        return compile_step(step, self.like, concurrent=config.train.concurrent_kernels)
 
 
 def assemble(config: ConfigDict, source: Any) -> Parts:
@@ -89,8 +87,8 @@ def assemble(config: ConfigDict, source: Any) -> Parts:
 def check_tokenizer(config: ConfigDict, model: clip.CLIPConfig) -> None:
     """Raises a ConfigError if `data.tokenizer` does not exist or has another vocabulary than the model."""
     with blame("data.tokenizer"):
-        try:  # a config of an earlier version lacks the key
-            data.check_tokenizer(config.data.get("tokenizer", ""), model.text.vocab_size)
+        try:
+            data.check_tokenizer(config.data.tokenizer, model.text.vocab_size)
         except FileNotFoundError as error:
             raise ValueError(str(error)) from error
 
@@ -183,29 +181,30 @@ def model_config(config: ConfigDict) -> clip.CLIPConfig:
     _require_settled(config)
     choice("model.recipe", c.recipe, recipes.NAMES)
     vision, text = ({k: v for k, v in c[tower].items() if v} for tower in ("vision", "text"))
-    architecture = c.get("architecture", "clip")  # older versions wrote config.json without the key
     sizes: dict[str, Any] = {
         "vision": vision | {"image_size": config.data.image_size},
         "text": text | {"context_length": config.data.context_length},
     }
     if c.embed_dim:
         sizes["embed_dim"] = c.embed_dim
-    elif architecture == "siglip":  # SigLIP's embedding is the pooled patches, without a projection
+    elif c.architecture == "siglip":  # SigLIP's embedding is the pooled patches, without a projection
         sizes["embed_dim"] = c.vision.width or preset(c.name).vision.width
-    if c.attention in ("cudnn", "fused", "triton") and targets.platform() != "gpu":
+    if c.attention in ("cudnn", "fused") and targets.platform() != "gpu":
         raise ConfigError(
             f"config.model.attention={c.attention!r} needs a GPU: set it to 'xla' or ''"
         )
     if config.train.loss == "sigmoid":  # SigLIP's initial values
         sizes |= {"init_logit_scale": math.log(10), "init_logit_bias": -10.0}
-    same = ("recipe", "dtype", "remat", "scan_layers", "qk_norm", "gelu", "patch_dropout")
-    adapted = config.optimizer.get("lora", {})  # older versions lack the key
+    same = (
+        *("architecture", "recipe", "dtype", "remat", "scan_layers", "qk_norm", "gelu"),
+        "patch_dropout",
+    )
+    adapted = config.optimizer.lora
     with blame("optimizer.lora"):
-        of_lora = LoRA(**adapted) if adapted.get("rank") else None
+        of_lora = LoRA(**adapted) if adapted.rank else None
     with blame("model"):
         return clip.config(
             preset(c.name),
-            architecture=architecture,
             attention=c.attention or None,
             layer_scale=0.0 if c.layer_scale else None,
             lora=of_lora,
@@ -230,7 +229,7 @@ def _require_settled(config: ConfigDict) -> None:
     """Raises a ConfigError if a key stands for a value of weights that were not read."""
     model, data_ = config.model, config.data
     first = {
-        "model.architecture": model.get("architecture", "clip"),
+        "model.architecture": model.architecture,
         "model.gelu": model.gelu,
         "data.image_size": data_.image_size,
         "data.context_length": data_.context_length,
@@ -248,9 +247,9 @@ def _require_settled(config: ConfigDict) -> None:
 
 def fitting(config: ConfigDict) -> data.Fitting:
     """Returns how pictures become squares according to the config."""
-    names = [field.name for field in dataclasses.fields(data.Fitting)]
-    given = {name: config.model.vision.get(name) for name in names}  # older versions lack the keys
-    return data.Fitting(**{name: value for name, value in given.items() if value})
+    names = (field.name for field in dataclasses.fields(data.Fitting))
+    given = {name: value for name in names if (value := config.model.vision[name])}
+    return data.Fitting(**given)
 
 
 def augmentation(config: ConfigDict) -> data.Augmentation:

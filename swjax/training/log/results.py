@@ -59,18 +59,15 @@ def record_setup(config: ConfigDict, workdir: Path, console: Console, step: int)
 
 def _history(workdir: Path, step: int) -> list[dict]:
     """The configs of a run before its step `step`, as in `HISTORY`; [] at its beginning."""
-    path, before, remedy = workdir / HISTORY, workdir / "config.json", "remove the file"
-    if path.exists():
-        lines = enumerate(path.read_text(errors="replace").splitlines(), 1)
-        entries = [
-            config_lib.read_json(f"{HISTORY}, line {n},", x, remedy=remedy, step=int, config=dict)
-            for n, x in lines
-        ]
-        return [entry for entry in entries if entry["step"] < step]
-    if not step or not before.exists():
+    path, remedy = workdir / HISTORY, "remove the file"
+    if not path.exists():
         return []
-    saved = config_lib.read_json(before.name, before.read_text(errors="replace"), remedy=remedy)
-    return [{"step": 0, "changes": [], "config": saved}]  # of an earlier version
+    lines = enumerate(path.read_text(errors="replace").splitlines(), 1)
+    entries = [
+        config_lib.read_json(f"{HISTORY}, line {n},", x, remedy=remedy, step=int, config=dict)
+        for n, x in lines
+    ]
+    return [entry for entry in entries if entry["step"] < step]
 
 
 def is_finished(config: ConfigDict, workdir: Path) -> bool:

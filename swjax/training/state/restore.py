@@ -122,7 +122,7 @@ def require_same_model(workdir: Path, config: ConfigDict) -> None:
 
 
 def _hidden_settings(model: dict[str, Any]) -> dict[str, Any]:
-    """Settings of a config's section "model"; earlier versions lack some keys."""
+    """Settings of a config's section "model" that change no shape."""
     named = preset(model["name"])
     heads = {
         f"{tower}.heads": (model.get(tower) or {}).get("heads") or getattr(named, tower).heads
