@@ -1,14 +1,17 @@
 """Settings of every test: two CPU devices, strict dtype promotion, no rank promotion."""
 
-import atexit
+import fcntl
 import gc
+import hashlib
 import os
+import re
 import shutil
-import tempfile
 import threading
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+
+CACHES = Path(__file__).parent.parent / ".cache"  # make clean removes it
 
 # Compilation dominates the time of the tests, so most of XLA's optimizations are disabled on CPUs, also in
 # processes that tests start. Tests that compare bits enable them for quantizers and the specification.
@@ -30,13 +33,17 @@ os.environ.setdefault(
 # A test may start several processes: they share compiled modules also where Python keeps none, as in
 # many containers. Otherwise each process compiles what it imports, which doubles the time to start.
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
-    cache = Path(__file__).parent.parent / ".cache" / "pycache"
-    os.environ.setdefault("PYTHONPYCACHEPREFIX", str(cache))
+    os.environ.setdefault("PYTHONPYCACHEPREFIX", str(CACHES / "pycache"))
 
-# A program that one test compiled serves all others, in every process of pytest.
+# A program that one test compiled serves all others, in every process of pytest and in later runs. JAX's keys
+# have the program, the options and the version of XLA; the name of the folder has the instructions of the CPU.
 if "SWJAX_TEST_CACHE" not in os.environ:
-    os.environ["SWJAX_TEST_CACHE"] = tempfile.mkdtemp(prefix="swjax-")
-    atexit.register(shutil.rmtree, os.environ["SWJAX_TEST_CACHE"], ignore_errors=True)
+    cpuinfo = Path("/proc/cpuinfo")
+    flags = re.findall(r"(?m)^(?:flags|Features)\b.*", cpuinfo.read_text() if cpuinfo.exists() else "")
+    programs = CACHES / f"programs-{hashlib.sha256(str(flags[:1]).encode()).hexdigest()[:8]}"
+    if programs.exists() and len(os.listdir(programs)) > 40_000:  # of about four versions of the tests
+        shutil.rmtree(programs)
+    os.environ["SWJAX_TEST_CACHE"] = str(programs)
 
 import device_process
 import jax
@@ -116,9 +123,14 @@ def reference(micro, tmp_path_factory):
     """The config and the workdir of an uninterrupted run. Tests must not change them."""
     from micro_run import train
 
-    workdir = tmp_path_factory.getbasetemp() / "reference"  # of all modules
-    if not (workdir / "results.json").exists():
-        assert train(micro(), workdir) == 0
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # of all processes
+    workdir = folder / "reference"
+    with open(folder / "reference.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (workdir / "results.json").exists():
+            assert train(micro(), workdir) == 0
     return micro(), workdir
 
 
