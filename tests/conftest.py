@@ -2,6 +2,7 @@
 
 import fcntl
 import gc
+import glob
 import hashlib
 import os
 import re
@@ -10,8 +11,6 @@ import threading
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-
-CACHES = Path(__file__).parent.parent / ".cache"  # make clean removes it
 
 # Compilation dominates the time of the tests, so most of XLA's optimizations are disabled on CPUs, also in
 # processes that tests start. Tests that compare bits enable them for quantizers and the specification.
@@ -33,17 +32,18 @@ os.environ.setdefault(
 # A test may start several processes: they share compiled modules also where Python keeps none, as in
 # many containers. Otherwise each process compiles what it imports, which doubles the time to start.
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
-    os.environ.setdefault("PYTHONPYCACHEPREFIX", str(CACHES / "pycache"))
+    cache = Path(__file__).parent.parent / ".cache" / "pycache"
+    os.environ.setdefault("PYTHONPYCACHEPREFIX", str(cache))
 
 # A program that one test compiled serves all others, in every process of pytest and in later runs. JAX's keys
-# have the program, the options and the version of XLA; the name of the folder has the instructions of the CPU.
+# contain the program, the options and XLA's version; the folder's name contains the instructions of the CPU.
 if "SWJAX_TEST_CACHE" not in os.environ:
-    cpuinfo = Path("/proc/cpuinfo")
-    flags = re.findall(r"(?m)^(?:flags|Features)\b.*", cpuinfo.read_text() if cpuinfo.exists() else "")
-    programs = CACHES / f"programs-{hashlib.sha256(str(flags[:1]).encode()).hexdigest()[:8]}"
-    if programs.exists() and len(os.listdir(programs)) > 40_000:  # of about four versions of the tests
-        shutil.rmtree(programs)
-    os.environ["SWJAX_TEST_CACHE"] = str(programs)
+    cpu = Path("/proc/cpuinfo").read_text() if os.path.exists("/proc/cpuinfo") else ""
+    flags = str(re.findall(r"(?m)^(?:flags|Features)\b.*", cpu)[:1])
+    programs = f".cache/programs-{hashlib.sha256(flags.encode()).hexdigest()[:8]}"
+    os.environ["SWJAX_TEST_CACHE"] = str(Path(__file__).parent.parent / programs)
+    if len(glob.glob(os.environ["SWJAX_TEST_CACHE"] + "/*")) > 40_000:  # four versions of all tests
+        shutil.rmtree(os.environ["SWJAX_TEST_CACHE"])
 
 import device_process
 import jax
