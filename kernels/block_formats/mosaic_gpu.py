@@ -111,18 +111,17 @@ class BlockProductWork(TiledWork):
 
         return load_step
 
-    def multiply(self, sums: Ref, slot: jax.Array, half: jax.Array, part: int = 0) -> None:
-        a, b = self.scratch.a, self.scratch.b
-        columns = pl.ds(part * BLOCK, BLOCK)
-        plgpu.wgmma(sums, a.at[slot, pl.ds(half * HALF, HALF)], b.at[slot, columns].T)
-
     def total(self, unit: jax.Array, half: jax.Array, sum_steps: SumSteps) -> tuple:
-        shape = HALF, BLOCK
+        shape, rows = (HALF, BLOCK), pl.ds(half * HALF, HALF)
         _, column = self.corner(unit)
         square = lax.rem(column // BLOCK, ALIGNED)  # that of the first part, in a slot
 
+        def multiply(sums, slot, part):
+            a, b = self.scratch.a, self.scratch.b
+            plgpu.wgmma(sums, a.at[slot, rows], b.at[slot, pl.ds(part * BLOCK, BLOCK)].T)
+
         def add(slot, part, sums, total):
-            scale = pipeline.load_registers(self.a_scale.at[slot], pl.ds(half * HALF, HALF))
+            scale = pipeline.load_registers(self.a_scale.at[slot], rows)
             if self.spec.squares:
                 sums = sums * self.b_scale[slot, square + part]
             else:
@@ -132,7 +131,7 @@ class BlockProductWork(TiledWork):
             return total + sums * lax.broadcast_in_dim(scale, shape, (0,))
 
         nothing = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
-        fold = Fold(add, (nothing,) * (self.columns // BLOCK))
+        fold = Fold(multiply, add, (nothing,) * (self.columns // BLOCK))
         return sum_steps(0, self.spec.steps, fold=fold)
 
     def store(self, unit: jax.Array, total: tuple, half: jax.Array) -> None:

@@ -41,8 +41,8 @@ class Scratch(NamedTuple):
       full, empty: a barrier for each slot of the rings.
       addend: a barrier for each compute warpgroup: its half of the array that is added has arrived. None if
         no array is added.
-      turn: a barrier for each compute warpgroup and slot: it has multiplied the first part of a `Fold`. None if
-        they do not take turns.
+      turn: a barrier for each compute warpgroup and slot: it has multiplied the first part of a `Fold`. None
+        if they do not take turns.
       edge: [2, HALF, piece], a buffer without swizzle of each compute warpgroup, of which any rows can be
         written. None if only whole tiles are written.
       mirrored: [2, piece, HALF], a buffer of each compute warpgroup for transposes of pieces, or None.
@@ -63,11 +63,13 @@ class Fold(NamedTuple):
     """How to add the sums of single steps, such as with scales that change from step to step.
 
     Attributes:
-      add: function of a slot, a part of the columns, the sums of a step and the total, that returns the new
-        total of the part.
+      multiply: function (sums, slot, part) that adds the product of the operands in a slot, for a part of the
+        columns.
+      add: function (slot, part, sums of a step, total) that returns the new total of the part.
       initial: the totals of all parts before the first step.
     """
 
+    multiply: Callable[[Ref, jax.Array, int], None]
     add: Callable[[jax.Array, int, jax.Array, Any], Any]
     initial: tuple[Any, ...]
 
@@ -105,11 +107,8 @@ class Work(Protocol):
     def load(self, unit: jax.Array) -> Callable[[jax.Array, jax.Array, Ref], None]:
         """Returns a function (step, slot, barrier) that starts the copies of a step."""
 
-    def multiply(self, sums: Ref, slot: jax.Array, half: jax.Array, part: int = 0) -> None:
-        """Adds the product of the operands in a slot, for one half of the rows of the tile.
-
-        `part` counts the parts of the columns of a `Fold`.
-        """
+    def multiply(self, sums: Ref, slot: jax.Array, half: jax.Array) -> None:
+        """Adds the product of the operands in a slot, for one half of the rows of the tile."""
 
     def total(self, unit: jax.Array, half: jax.Array, sum_steps: SumSteps) -> Any:
         """Returns what `store` needs of one half of a unit. Calls `sum_steps` for all steps, in order."""
@@ -293,7 +292,7 @@ def _fold_steps(
 
         def added(part, total):
             def with_sums(sums):
-                work.multiply(sums, slot, half, part)
+                fold.multiply(sums, slot, part)
                 finished = plgpu.wgmma_accumulator_load(sums, wait_n=0)
                 if scratch.turn is not None and part == 0:
                     plgpu.barrier_arrive(scratch.turn.at[half * work.stages + slot])
