@@ -108,7 +108,8 @@ class Case(NamedTuple):
 
 
 def of_swjax(**settings):
-    return lambda params: muon(1e-4, every, **{"dtype": "float16"} | settings)
+    usual = {"dtype": "float16", "coefficients": "quintic"}
+    return lambda params: muon(1e-4, every, **usual | settings)
 
 
 OPTIMIZERS = {

@@ -91,9 +91,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="compiler options for several devices, such as "
         "xla_gpu_disable_async_collectives=ALLCOLLECTIVES; again for another set, empty for none",
     )
-    parser.add_argument(
-        "--optimizers", nargs="+", choices=OPTIMIZERS, default=[DEFAULT_OPTIMIZER]
-    )
+    parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=[DEFAULT_OPTIMIZER])
     parser.add_argument(
         "--steps",
         type=int,

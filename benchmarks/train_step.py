@@ -48,7 +48,6 @@ REMATS = ("none", "full")
 DEFAULT_OPTIMIZER = "stable_adamw"
 # {name: keys of config.optimizer}
 OPTIMIZERS = {name: {"name": name} for name in (DEFAULT_OPTIMIZER, "adamw", "muon")}
-OPTIMIZERS["muon_nonic"] = {"name": "muon", "coefficients": "nonic"}
 MODES = ("default", "reduce-overhead", "max-autotune")  # of torch.compile
 BATCHES = {"encoder": dict.fromkeys(MODELS, 128), "step": dict.fromkeys(MODELS, 256)}
 BATCHES["step"]["vit_b32"] = BATCHES["encoder"]["vit_b32"] = 1024

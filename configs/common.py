@@ -129,7 +129,7 @@ KEYS: dict[str, tuple] = {
         "muon: Muon for the matrices of the blocks, with a momentum of 0.95, and AdamW for the rest. "
         "Both use learning_rate, whose scale is that of AdamW. Muon's products are in float16 (on "
         "TPUs bfloat16) if model.dtype has 16 bits, and in float32 otherwise"),
-    "optimizer.coefficients": ("quintic", ("quintic", "nonic", "polar_express"),
+    "optimizer.coefficients": ("auto", ("auto", "quintic", "nonic", "polar_express"),
         "muon: of the polynomials that orthogonalize, see swjax.optax.muon"),
     "optimizer.learning_rate": (2e-3, "(0, 1e6]", "peak of the schedule"),
     "optimizer.b1": (0.9, "[0, 1)", "decay of the first moment"),

@@ -88,7 +88,7 @@ def scaled(optimizer):
     return optax.chain(optax.scale(1 / 8), optimizer)
 
 
-our_muon = partial(muon, 1e-2, layers_only, **HYPER)
+our_muon = partial(muon, 1e-2, layers_only, **HYPER, coefficients="quintic")
 schedule = optax.linear_schedule(1e-2, 1e-3, 3)
 AdamW = partial(optax.adamw, 1e-2, **HYPER)
 

@@ -100,7 +100,7 @@ class SymmetricWork:
         within = lax.rem(number, self.rows**2)
         starts = (i**2 for i in range(1, self.rows))
         row = sum(((within >= start).astype(jnp.int32) for start in starts), jnp.int32(0))
-        pair = (number // self.rows**2, 2 * row + rank, within - row**2)
+        pair = (number // self.rows**2, 2 * row + rank, within - row * row)
         # The last unit may have one tile only. The other block then has a tile past the edge.
         last = self.out.shape[0] * self.rows - 1
         number = 2 * (number - self.pairs) + rank
@@ -154,7 +154,7 @@ class SymmetricWork:
         return Sums(sums, *factors)
 
     @staticmethod
-    def piece(number: int, row: Any, column: Any) -> tuple[pl.Slice, pl.Slice]:
+    def piece(number: int, row: Any, column: Any) -> tuple[Any, Any]:
         """The rows and columns of a piece of the tile at this row and column."""
         i, j = divmod(number, TILE // PIECE)
         return pl.ds(row + i * PIECE, PIECE), pl.ds(column + j * PIECE, PIECE)

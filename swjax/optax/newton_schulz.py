@@ -44,9 +44,11 @@ COEFFICIENTS: dict[str, tuple[tuple[float, ...], ...]] = {
     "nonic": _NONIC,
 }
 STEPS = {"quintic": 5, "polar_express": 5, "nonic": 3}
+CHOICES = ("auto", *COEFFICIENTS)
 
-# Powers of two by which Gram matrices and iterates are multiplied, so that float16 holds their small elements
-# with all digits: singular values are at most about 1, and elements of large matrices far below.
+# Powers of two by which Gram matrices of iterates, and iterates, are multiplied, so that float16 holds their
+# small elements with all digits: singular values are at most about 1, and elements of large matrices far
+# below.
 _GRAM_SCALE = 2.0**10
 _ITERATE_SCALE = 2.0**6
 
@@ -59,6 +61,18 @@ _OTHER_SEGMENTS = {3: (2,), 5: (1,)}
 # A matrix is iterated on its Gram matrix if its long side is at least this multiple of the short one. Below,
 # one step on each Gram matrix takes no more products, and rounds less.
 _LONG = 1.5
+
+
+def choose_coefficients(name: str, dtype: jax.typing.DTypeLike) -> str:
+    """The coefficients that "auto" means for products of this dtype.
+
+    >>> choose_coefficients("auto", "float16"), choose_coefficients("auto", "bfloat16")
+    ('nonic', 'quintic')
+    """
+    if name != "auto":
+        return name
+    # The errors of "nonic" in bfloat16 reach 0.2.
+    return "quintic" if jnp.dtype(dtype) == jnp.bfloat16 else "nonic"
 
 
 def coefficients_of(name: str, steps: int) -> jax.Array:
@@ -211,23 +225,30 @@ def iterate(x: jax.Array, table: jax.Array, implementation: str | None = None) -
     symmetric = functools.partial(dispatch.run, "symmetric_product", implementation=implementation)
     has_fewer_rows = x.shape[-2] <= x.shape[-1]
     contract, times_x = (-1, "bik,bkj->bij") if has_fewer_rows else (-2, "bkj,bik->bij")
-    norm = jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), (1, 2)))
-    norm = jnp.maximum(norm, 1)  # below 1 are matrices of zeros only
-    ones, zeros = jnp.ones_like(norm), jnp.zeros_like(norm)
-    scale = norm  # x is the iterate times this
+    ones, zeros = jnp.ones(len(x)), jnp.zeros(len(x))
+    times = lambda factor: jnp.stack([factor * ones, zeros, zeros], 1)
     for segment in _segments(x, *table.shape):
-        gram = symmetric(
-            x, x, None, jnp.stack([_GRAM_SCALE / scale**2, zeros, zeros], 1), contract=contract
-        )
-        rescale, scale = _ITERATE_SCALE / scale, _ITERATE_SCALE * ones
+        if segment.start:
+            gram_scale, rescale = _GRAM_SCALE * ones, ones
+            gram = symmetric(x, x, None, times(_GRAM_SCALE / _ITERATE_SCALE**2), contract=contract)
+        else:
+            # Elements are at most 2^12, and those of products with polynomials at most 2^16.
+            factor = 2.0 ** (12 - math.ceil(math.log2(max(x.shape[1:]))))
+            gram = symmetric(x, x, None, times(factor), contract=contract)
+            # The trace is the square of the Frobenius norm, which is below 1 for zeros only.
+            # `jnp.trace` would read whole matrices.
+            diagonal = gram.reshape(len(x), -1)[:, :: gram.shape[1] + 1]
+            gram_scale = jnp.maximum(jnp.sum(diagonal.astype(jnp.float32), 1), factor)
+            rescale = _ITERATE_SCALE / jnp.sqrt(gram_scale / factor)
         q = None
         for i in segment:
             is_last = i == segment[-1]
-            p = _polynomial(symmetric, gram, table[i], rescale if is_last and q is None else ones)
+            scale = rescale if is_last and q is None else ones
+            p = _polynomial(symmetric, gram, gram_scale, table[i], scale)
             if q is None:
                 q = p
             elif is_last:
-                q = symmetric(q, p, None, jnp.stack([rescale, zeros, zeros], 1))
+                q = symmetric(q, p, None, times(rescale))
             else:
                 q = symmetric(q, p)
             if not is_last:
@@ -239,7 +260,11 @@ def iterate(x: jax.Array, table: jax.Array, implementation: str | None = None) -
 
 
 def _polynomial(
-    symmetric: Callable[..., jax.Array], gram: jax.Array, terms: jax.Array, scale: jax.Array
+    symmetric: Callable[..., jax.Array],
+    gram: jax.Array,
+    gram_scale: jax.Array,
+    terms: jax.Array,
+    scale: jax.Array,
 ) -> jax.Array:
     """The polynomials of one step, times a scale.
 
@@ -248,21 +273,22 @@ def _polynomial(
 
     Args:
       symmetric: `symmetric_product`.
-      gram: [batch, m, m], G times `_GRAM_SCALE`.
+      gram: [batch, m, m], G times `gram_scale`.
+      gram_scale: [batch].
       terms: [3 or 5], a, b, c, ...
       scale: [batch].
     """
     factors = lambda *of: jnp.stack([jnp.broadcast_to(each, scale.shape) for each in of], 1)
     constant, linear, square, *higher = terms
     if not higher:
-        p = factors(square / _GRAM_SCALE**2, linear / _GRAM_SCALE, constant)
+        p = factors(square / gram_scale**2, linear / gram_scale, constant)
         return symmetric(gram, gram, gram, p * scale[:, None])
     cube, fourth = higher
     tilt = cube / fourth / 2
     shift = (square / fourth - tilt**2) / 2
-    half = symmetric(gram, gram, gram, factors(_GRAM_SCALE**-2, tilt / _GRAM_SCALE, shift))
+    half = symmetric(gram, gram, gram, factors(gram_scale**-2, tilt / gram_scale, shift))
     linear, constant = linear - 2 * fourth * tilt * shift, constant - fourth * shift**2
-    p = factors(fourth, linear / _GRAM_SCALE, constant)
+    p = factors(fourth, linear / gram_scale, constant)
     return symmetric(half, half, gram, p * scale[:, None])
 
 

@@ -13,8 +13,9 @@ from optax import contrib
 from swjax.optax.checks import rate_at, require_dtype, require_learning_rate, require_number
 from swjax.optax.matrices import MatrixAxes, guess_matrices
 from swjax.optax.newton_schulz import (
-    COEFFICIENTS,
+    CHOICES,
     STEPS,
+    choose_coefficients,
     coefficients_of,
     orthogonalize_all,
 )
@@ -44,7 +45,7 @@ def muon(
     momentum: jax.typing.ArrayLike = 0.95,
     dtype: jax.typing.DTypeLike = "float32",
     block_axes: Any | Callable[[optax.Params], Any] | None = None,
-    coefficients: str = "quintic",
+    coefficients: str = "auto",
     steps: int | None = None,
     neuron_b2: jax.typing.ArrayLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -54,10 +55,11 @@ def muon(
     about 0.2, that of AdamW's updates, if the gradient has full rank. So both parts use one learning rate.
     In two comparisons the best rate of Muon was three to four times that of AdamW.
 
-    The Muon part is that of `optax.contrib.muon` with `consistent_rms=0.2`, apart from rounding and from
-    matrices whose gradients are near 0, below 1e-7. Its products have operands of `dtype`. Matrices whose
-    long side is at least 1.5 times the short one are iterated on their Gram matrix, which takes fewer
-    products. On NVIDIA GPUs kernels compute one triangle of symmetric products of 16 bits.
+    With `coefficients="quintic"` the Muon part is that of `optax.contrib.muon` with `consistent_rms=0.2`,
+    apart from rounding and from matrices whose gradients are near 0, below 1e-7. Its products have operands
+    of `dtype`. Matrices whose long side is at least 1.5 times the short one are iterated on their Gram
+    matrix, which takes fewer products. On NVIDIA GPUs kernels compute one triangle of symmetric products of
+    16 bits.
 
     On a mesh the devices share the matrices under `jax.jit`. Each device gathers a whole stack, in `dtype`,
     and orthogonalizes a part of its matrices. Single matrices of one shape and sharding are stacked for this.
@@ -94,8 +96,9 @@ def muon(
       block_axes: the axis or axes that enumerate stacked tensors, as in `stable_adamw`. Muon orthogonalizes
         each matrix of a stack; for parameters that AdamW updates, the axes set the RMS of `rms_by_path`.
       coefficients: of the Newton-Schulz iterations: "quintic", those of Jordan et al.; "nonic", for three
-        polynomials of degree 9, which end in the same band after a fifth fewer operations, in float16 or
-        float32; or "polar_express", those of Amsel et al., which end nearer to 1.
+        polynomials of degree 9, which end in the same band after a fifth fewer operations; "polar_express",
+        those of Amsel et al., which end nearer to 1; or "auto": "nonic", and in bfloat16, whose rounding
+        "nonic" amplifies, "quintic".
       steps: number of iterations, at least 1; None: 3 with "nonic", otherwise 5. With "quintic" each
         multiplies the smallest singular values by 3.4.
       neuron_b2: in [0, 1), NorMuon's: divides the update of each output neuron, along the last axis of m x n,
@@ -116,9 +119,9 @@ def muon(
     >>> grads = {"hidden": 5 * jnp.eye(4, 3), "bias": jnp.ones(3)}
     >>> updates, state = optimizer.update(grads, optimizer.init(params), params)
     >>> print(-updates["hidden"].round(3))
-    [[0.027 0.    0.   ]
-     [0.    0.027 0.   ]
-     [0.    0.    0.027]
+    [[0.045 0.    0.   ]
+     [0.    0.045 0.   ]
+     [0.    0.    0.045]
      [0.    0.    0.   ]]
 
     References:
@@ -218,9 +221,9 @@ def _validate(learning_rate, b1, b2, eps, weight_decay, momentum, dtype):
 
 
 def _validate_iterations(coefficients, steps, neuron_b2):
-    if coefficients not in COEFFICIENTS:
+    if coefficients not in CHOICES:
         raise ValueError(
-            f"muon's coefficients must be one of {', '.join(COEFFICIENTS)}, got {coefficients!r}"
+            f"muon's coefficients must be one of {', '.join(CHOICES)}, got {coefficients!r}"
         )
     if steps is not None and (type(steps) is not int or steps < 1):
         raise ValueError(
@@ -267,7 +270,7 @@ def scale_by_muon(
     momentum: jax.typing.ArrayLike = 0.95,
     dtype: jax.typing.DTypeLike = jnp.float32,
     stacks: Sequence[tuple[int, ...] | MatrixAxes] = (),
-    coefficients: str = "quintic",
+    coefficients: str = "auto",
     steps: int | None = None,
 ) -> optax.GradientTransformation:
     """`optax.contrib.scale_by_muon(consistent_rms=0.2)` for matrices and stacks of matrices; see `muon`.
@@ -278,6 +281,7 @@ def scale_by_muon(
         last two.
     """
     reference = contrib.scale_by_muon(beta=momentum)
+    coefficients = choose_coefficients(coefficients, dtype)
     steps = steps or STEPS[coefficients]
     chosen = coefficients_of(coefficients, steps)  # also if a restored state has others
 
