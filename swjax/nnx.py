@@ -437,7 +437,7 @@ def quantize_model(
         if not switched:
             raise ValueError(
                 f"the rules 'llm' need linear layers of Flax other than heads and routers, got none in a "
-                f"{type(model).__name__}: swjax.quantized(fn, \"llm\") converts layers of any kind"
+                f'{type(model).__name__}: swjax.quantized(fn, "llm") converts layers of any kind'
             )
         rules = {re.escape(path): "switchback" for path in switched}
     get_all(rules)  # refuses unknown ones

@@ -529,7 +529,7 @@ def test_the_rules_of_language_models():
             self.w = nnx.Param(jnp.ones((8, 8, 8)))
 
     model.experts.stack = Experts()
-    with pytest.warns(UserWarning, match="half of the model, because Experts multiplies experts/stack/w"):
+    with pytest.warns(UserWarning, match="because Experts multiplies experts/stack/w itself"):
         swjax.nnx.quantize_model(model, "llm")
     with pytest.raises(TypeError, match=r"use swjax.quantized\(model.apply, \"llm\"\)"):
         with swjax.linen.quantized("llm"):
