@@ -97,11 +97,27 @@ def test_a_layer_that_ignores_its_recipe_is_not_reported_as_int8():
 
     model = nnx.Sequential(Ignoring(8, 8, rngs=nnx.Rngs(0)))
     swjax.nnx.quantize_model(model, {".*": "switchback"})
+    (matrix,) = swjax.nnx.describe_model(model)
+    assert matrix.reason == "unless its own code ignores dot_general"
     (product,) = swjax.nnx.describe_model(model, X)
     assert (product.quantized, product.reason) == (
         False,
         "code of its own; swjax.quantized reaches it",
     )
+
+    class Own(nn.Dense):
+        @nn.compact
+        def __call__(self, x):
+            return x @ self.param("kernel", self.kernel_init, (8, self.features))
+
+    class Obeying(nn.Dense):
+        def __call__(self, x):
+            return super().__call__(x)
+
+    for kind, reason in ((Own, matrix.reason), (Obeying, "")):
+        with swjax.linen.quantized({".*": "switchback"}) as conversion:
+            kind(8).init(jax.random.key(0), X)
+        assert [m.reason for m in conversion] == [reason]
     swjax.nnx.restore_model(model)
 
 

@@ -18,7 +18,13 @@ from jax.sharding import PartitionSpec as P
 
 from swjax import auto, kept, recipes
 from swjax.linear.contraction import dot_general
-from swjax.linear.conversion import TAKES_NONE, UNMATCHED, Matrix, warn_if_only_kept
+from swjax.linear.conversion import (
+    NO_LAYOUT,
+    TAKES_NONE,
+    UNMATCHED,
+    Matrix,
+    warn_if_only_kept,
+)
 from swjax.linear.frozen import FrozenWeight, freeze
 from swjax.linear.layouts import TOKENS, known_spec
 from swjax.linear.program_plan import Choice, Origin, Planner
@@ -209,7 +215,7 @@ def products_of(
         if matrix.recipe is not None:
             plain = matrix.recipe.fwd is None
             reason = "its recipe has no 8-bit forward product" if plain else _REACHED[1]
-            reason = matrix.reason or reason  # no layout
+            reason = NO_LAYOUT if matrix.reason == NO_LAYOUT else reason
         name = f"{matrix.path}/{matrix.name}".lstrip("/")
         for path in choices:
             if re.fullmatch(rf"(?:params/)?{re.escape(name)}(?:/(?:values|scale|0|1))?", path):
