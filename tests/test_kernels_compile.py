@@ -479,9 +479,11 @@ def test_mosaic_products_of_blocks_lower_for_hopper(scales, out_dtype):
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the kernel needs jax 0.11")
-@pytest.mark.parametrize("contract, addend", [(-2, False), release(-1, True)])
-def test_mosaic_symmetric_products_lower_for_hopper(contract, addend):
-    x, gram = array((32, 5120, 1280), "float16"), array((32, 1280, 1280), "float16")
+@pytest.mark.parametrize(
+    "contract, addend, m", [(-2, False, 1280), (-1, True, 256), release(-1, True, 1280)]
+)
+def test_mosaic_symmetric_products_lower_for_hopper(contract, addend, m):
+    x, gram = array((32, 4 * m, m), "float16"), array((32, m, m), "float16")
     terms = gram if addend else None, array((32, 3))
     x = gram if addend else x
     function = in_mosaic("symmetric_product")
