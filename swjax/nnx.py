@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
@@ -23,6 +24,7 @@ from swjax.linear.conversion import (
     TAKES_NONE,
     UNMATCHED,
     Conversion,
+    elements,
     refuse_dot_general_cls,
     warn_if_only_kept,
 )
@@ -461,7 +463,20 @@ def quantize_model(
         nnx_blocks.fuse(module, _gated_mlp_of)
     converted = [path for path, recipe in chosen.items() if recipe != Recipe()]
     warn_if_only_kept(converted, "print swjax.nnx.describe_model(model)")
+    if recipes == "llm":
+        _warn_if_mostly_unreached(describe_model(model))
     return model
+
+
+def _warn_if_mostly_unreached(conversion: Conversion) -> None:
+    """Warns if code of the model may multiply more elements than recipes, as in experts."""
+    if elements(conversion.unreached) > elements(m for m in conversion if m.recipe):
+        matrix = conversion.unreached[0]
+        warnings.warn(
+            f"the rules 'llm' quantize less than half of the model, because {matrix.kind} multiplies "
+            f"{matrix.path}/{matrix.name} itself: {conversion.line} converts that too",
+            stacklevel=3,
+        )
 
 
 def _gated_mlp_of(*layers: Any) -> Callable | None:

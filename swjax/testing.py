@@ -60,7 +60,7 @@ def assert_quantized(
 
     Args:
       fn: a function, jitted or not, or an NNX model or its method; it is compiled for `args`, but not run.
-      *args, **kwargs: arrays, `jax.ShapeDtypeStruct`s or NNX models. Pass a model that `fn` uses as an
+      *args, **kwargs: arrays, `jax.ShapeDtypeStruct`s or models; others are static. Pass a model that `fn` uses as an
         argument, as in `assert_quantized(lambda model, x: model(x), model, x)`: Flax refuses to change the
         random state of a model that `fn` closes over, such as that of dropout.
       dtype: "int8", "float8_e4m3fn" or "float8_e5m2".
@@ -101,7 +101,7 @@ def implementations(fn: Callable, *args: Any, **kwargs: Any) -> Counter[tuple[st
     1
     """
     with dispatch.record() as calls:
-        jax.eval_shape(lambda args, kwargs: fn(*args, **kwargs), args, kwargs)
+        jax.eval_shape(*_of_arrays(fn, args, kwargs))
     return Counter(calls)
 
 
@@ -201,5 +201,19 @@ def _compiled(fn, *args, **kwargs) -> str:
     owner, nnx = getattr(fn, "__self__", fn), sys.modules.get("flax.nnx")
     if nnx and isinstance(owner, nnx.Module):  # as an argument, a trace may change its random state
         fn, args = (type(fn).__call__ if owner is fn else fn.__func__), (owner, *args)
-    jitted = fn if hasattr(fn, "lower") else jax.jit(fn)
-    return jitted.lower(*args, **kwargs).compile().as_text() or ""
+    if hasattr(fn, "lower"):
+        return fn.lower(*args, **kwargs).compile().as_text() or ""
+    of_arrays, arrays = _of_arrays(fn, args, kwargs)
+    return jax.jit(of_arrays).lower(arrays).compile().as_text() or ""
+
+
+def _of_arrays(fn: Callable, args: tuple, kwargs: dict) -> tuple[Callable, dict[int, Any]]:
+    """A function of the arrays among the arguments, and these by number; the others are static."""
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    arrays = {i: leaf for i, leaf in enumerate(leaves) if hasattr(leaf, "dtype")}
+
+    def of_arrays(arrays):
+        args, kwargs = jax.tree.unflatten(tree, [arrays.get(i, x) for i, x in enumerate(leaves)])
+        return fn(*args, **kwargs)
+
+    return of_arrays, arrays

@@ -1,10 +1,12 @@
 """Settings of every test: two CPU devices, strict dtype promotion, no rank promotion."""
 
-import atexit
+import fcntl
 import gc
+import glob
+import hashlib
 import os
+import re
 import shutil
-import tempfile
 import threading
 from functools import partial
 from importlib.metadata import version
@@ -33,10 +35,15 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
     cache = Path(__file__).parent.parent / ".cache" / "pycache"
     os.environ.setdefault("PYTHONPYCACHEPREFIX", str(cache))
 
-# A program that one test compiled serves all others, in every process of pytest.
+# A program that one test compiled serves all others, in every process of pytest and in later runs. JAX's keys
+# contain the program, the options and XLA's version; the folder's name contains the instructions of the CPU.
 if "SWJAX_TEST_CACHE" not in os.environ:
-    os.environ["SWJAX_TEST_CACHE"] = tempfile.mkdtemp(prefix="swjax-")
-    atexit.register(shutil.rmtree, os.environ["SWJAX_TEST_CACHE"], ignore_errors=True)
+    cpu = Path("/proc/cpuinfo").read_text() if os.path.exists("/proc/cpuinfo") else ""
+    flags = str(re.findall(r"(?m)^(?:flags|Features)\b.*", cpu)[:1])
+    programs = f".cache/programs-{hashlib.sha256(flags.encode()).hexdigest()[:8]}"
+    os.environ["SWJAX_TEST_CACHE"] = str(Path(__file__).parent.parent / programs)
+    if len(glob.glob(os.environ["SWJAX_TEST_CACHE"] + "/*")) > 40_000:  # four versions of all tests
+        shutil.rmtree(os.environ["SWJAX_TEST_CACHE"])
 
 import device_process
 import jax
@@ -116,9 +123,14 @@ def reference(micro, tmp_path_factory):
     """The config and the workdir of an uninterrupted run. Tests must not change them."""
     from micro_run import train
 
-    workdir = tmp_path_factory.getbasetemp() / "reference"  # of all modules
-    if not (workdir / "results.json").exists():
-        assert train(micro(), workdir) == 0
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # of all processes
+    workdir = folder / "reference"
+    with open(folder / "reference.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (workdir / "results.json").exists():
+            assert train(micro(), workdir) == 0
     return micro(), workdir
 
 

@@ -85,7 +85,7 @@ def test_exported_models_keep_their_embeddings(layout, weights, tmp_path, capsys
 
 def test_a_probe_separates_colors(weights, tmp_path, capsys):
     rng = np.random.default_rng(0)
-    for split, count in (("train", 6), ("val", 4)):
+    for split, count in (("train", 3), ("val", 4)):
         for name, color in {
             "red": (220, 30, 30),
             "green": (30, 200, 40),
@@ -101,16 +101,15 @@ def test_a_probe_separates_colors(weights, tmp_path, capsys):
         f"--{flag}=folders:{tmp_path}/{folder}"
         for flag, folder in (("train", "train"), ("test", "val"))
     ]
-    assert probe.main([weights, *sets, "--shots=1,4"]) == 0
+    assert probe.main([weights, *sets, "--shots=1,2"]) == 0
     scores = json.loads(capsys.readouterr().out)
-    assert (
-        scores.keys() == {"probe/1_shot_top1", "probe/4_shot_top1"} and min(scores.values()) > 0.9
-    )
+    assert scores.keys() == {"probe/1_shot_top1", "probe/2_shot_top1"}
+    assert min(scores.values()) > 0.9
     encoder = inference.load(weights)
     sets = [f"folders:{tmp_path}/{name}" for name in ("train", "val")]
     assert probe.probe(encoder, *sets) == {"probe/top1": 1.0}
-    with pytest.raises(ValueError, match="has 6 readable pictures of 'blue', fewer than 7"):
-        probe.probe(encoder, *sets, [7])
+    with pytest.raises(ValueError, match="has 3 readable pictures of 'blue', fewer than 4"):
+        probe.probe(encoder, *sets, [4])
     (tmp_path / "val" / "red").rename(tmp_path / "val" / "pink")
     with pytest.raises(ValueError, match="only one of them has pink, red"):
         probe.probe(encoder, *sets)

@@ -60,8 +60,8 @@ def check(chunk, number):
     np.testing.assert_array_equal(chunk["number"], np.repeat(index % 251, LARGE).reshape(2, LARGE))
 
 
-def test_chunks_come_in_order_and_what_is_left_over_does_not():
-    chunks = chunks_of(Rows(41))
+def test_what_is_left_over_is_no_chunk():
+    chunks = chunks_of(Rows(41), count=1)
     for number in range(20):
         check(next(chunks), number)
     with pytest.raises(StopIteration):
@@ -150,7 +150,7 @@ def test_they_give_way_to_the_process_that_asks():
 
 
 def test_says_what_went_wrong_in_a_process():
-    chunks = chunks_of(Rows(20, bad=[9]))
+    chunks = chunks_of(Rows(20, bad=[9]), count=1)
     with pytest.raises(RuntimeError, match="(?s)a loader process failed.*row 9 cannot be made"):
         list(chunks)
     assert next(chunks, None) is None  # the iteration has ended and does not hang
@@ -163,7 +163,7 @@ def test_an_example_unlike_the_first_is_refused():
             return row | ({"index": np.int32(index)} if index == 3 else {})
 
     with pytest.raises(RuntimeError, match="Cannot cast"):
-        list(chunks_of(Odd(20)))
+        list(chunks_of(Odd(20), count=1))
 
 
 def children():
@@ -184,25 +184,18 @@ def test_a_killed_process_is_named_and_the_others_end():
 
 
 @pytest.mark.parametrize("kind", thinning.first([signal.SIGINT, signal.SIGTERM, signal.SIGHUP]))
-def test_signals_to_all_leave_them_at_work(kind, tmp_path):
+def test_signals_leave_them_at_work_and_they_end_when_they_are_forgotten(kind, tmp_path):
     before = children()
     chunks = chunks_of(Rows(10**9, folder=str(tmp_path)))
     for number in itertools.count():
         check(next(chunks), number)
         if len(list(tmp_path.iterdir())) == 2:  # both processes have started
             break
-    for child in children() - before:
+    mine = children() - before
+    for child in mine:
         os.kill(child.pid, kind)
     for more in range(1, 100):
         check(next(chunks), number + more)
-    chunks.close()
-
-
-def test_they_end_when_they_are_forgotten():
-    before = children()
-    chunks = chunks_of(Rows(10_000))
-    next(chunks)
-    mine = children() - before
     del chunks
     assert len(mine) == 2 and not any(child.is_alive() for child in mine)
 
@@ -273,18 +266,6 @@ if __name__ == "__main__":
     while any(map(runs, pids)):
         assert time.monotonic() < deadline, "loader processes still run"
         time.sleep(0.1)
-
-
-def test_loader_gives_the_same_from_processes_and_threads():
-    source = data.source("synthetic", "train", image_size=16, classes=7, examples=600)
-    options = {"batch_size": 200, "context_length": 6, "image_size": 16}
-    threads, processes = (data.loader(source, **options, workers=n) for n in (0, 2))
-    for _ in range(5):
-        one, other = next(threads), next(processes)
-        for name in one:
-            np.testing.assert_array_equal(one[name], other[name])
-    threads.close()
-    processes.close()
 
 
 @pytest.mark.release

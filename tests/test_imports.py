@@ -1,6 +1,7 @@
 """Files and folders import each other in one direction only, and slow packages only when needed."""
 
 import ast
+import functools
 import graphlib
 import importlib.metadata
 import itertools
@@ -62,11 +63,16 @@ def modules():
         yield ".".join(("swjax", *names) if names[0] == "kernels" else names), path
 
 
-def imported(path: Path):
+@functools.cache
+def imported(path: Path) -> list[str]:
     """Returns the names of the modules that a file imports, inside functions too.
 
     `from swjax import x` is `swjax.x`, and `from swjax.a import b` is `swjax.a.b` if that is a module.
     """
+    return list(_imported(path))
+
+
+def _imported(path):
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

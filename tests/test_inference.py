@@ -1,7 +1,9 @@
 """Encoding and zero-shot classification with models from runs and from files; preparation of images."""
 
+import functools
 import io
 import json
+import shutil
 from pathlib import Path
 
 import jax
@@ -27,6 +29,7 @@ IMAGES = [RNG.integers(0, 256, (h, w, 3), np.uint8) for h, w in ((40, 50), (32, 
 NAMES = ["cat", "dog", "Geoffroy's spider monkey"]
 TEMPLATES = ("a photo of a {}.", "{}")
 CFG = small_config(text={"vocab_size": 49408})
+TOWER = {"width": 32, "layers": 1, "heads": 2}
 
 
 @pytest.fixture(scope="module")
@@ -105,12 +108,17 @@ def test_from_safetensors(model, tmp_path):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Writes a small run of the default config as the trainer does; returns workdir, graph and state."""
+    """Writes a small run of the default config as the trainer does; returns workdir, graph and state.
 
+    Tests must not change the workdir.
+    """
+
+    @functools.cache
     def make(ema_decay=0.0):
         workdir = tmp_path_factory.mktemp("run")
-        overrides = {"model.vision.layers": 1, "model.text.layers": 1, "data.image_size": 32}
-        overrides |= {"train.ema_decay": ema_decay, "train.steps": 1}
+        overrides = {"train.ema_decay": ema_decay, "train.steps": 1, "data.image_size": 32}
+        for tower in ("vision", "text"):
+            overrides |= {f"model.{tower}.{key}": n for key, n in TOWER.items()}
         pairs = [(key, str(value)) for key, value in overrides.items()]
         config = config_lib.load(f"{ROOT}/configs/openmoji.py", pairs)
         (workdir / "config.json").write_text(config_lib.to_json(config))
@@ -136,13 +144,13 @@ def test_parameters_of_a_run(run, ema_decay):
 
 
 def test_from_a_run(run, tmp_path):
-    workdir, graph, state = run()
+    workdir, graph, state = run(0.9)
     encoder = inference.load(str(workdir))
     assert encoder.cfg == setup.model_config(
         config_lib.ConfigDict(json.loads((workdir / "config.json").read_text()))
     )
     assert encoder.cfg.recipe == "switchback"
-    expected = embed(nnx.merge(graph, state["params"]), IMAGES[:1])
+    expected = embed(nnx.merge(graph, state["ema"]), IMAGES[:1])
     np.testing.assert_allclose(encoder.encode_image(IMAGES[:1]), expected, atol=1e-6)
     assert inference.load(workdir, recipe="standard").cfg.recipe == "standard"
     assert encoder.templates == data.source("emoji", "val", config="sample").templates
@@ -150,6 +158,7 @@ def test_from_a_run(run, tmp_path):
     np.testing.assert_array_equal(encoder.classifier(NAMES), expected)
     inference.save(tmp_path / "saved.safetensors", encoder)
     assert inference.load(tmp_path / "saved.safetensors").templates == encoder.templates
+    workdir = shutil.copytree(workdir, tmp_path / "run")
     path = workdir / "config.json"
     config = json.loads(path.read_text())
     config["data"] |= {"name": "folders"}

@@ -144,6 +144,26 @@ def test_an_nnx_model_split_or_whole():
     np.testing.assert_array_equal(jax.jit(whole)(model, X), split)
 
 
+def test_what_an_nnx_model_changes_in_itself_changes():
+    """Each step had the dropout of the first, and the statistics of batches stayed at zero."""
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+            self.dropout, self.norm = nnx.Dropout(0.5, rngs=rngs), nnx.BatchNorm(WIDTH, rngs=rngs)
+
+        def __call__(self, x):
+            return jnp.sum(self.norm(self.dropout(self.linear(x))) ** 2)
+
+    converted, own = Model(nnx.Rngs(0)), Model(nnx.Rngs(0))
+    step = nnx.jit(nnx.grad(swjax.quantized(Model.__call__, "llm")))
+    for _ in range(2):
+        step(converted, X)
+        own(X)
+    assert converted.dropout.rngs.count[...] == own.dropout.rngs.count[...] == 2
+    np.testing.assert_allclose(converted.norm.mean[...], own.norm.mean[...], atol=0.01)
+
+
 def test_a_linen_model_equals_its_interceptor():
     model = nn.Sequential([nn.Dense(32), nn.relu, nn.Dense(WIDTH)])
     variables = model.init(jax.random.key(0), X)
@@ -491,6 +511,7 @@ def test_arguments_that_are_no_arrays_are_static():
     assert int8(draw(WIDTH, 4), X, 2.0, train=True)["y"].shape == (2, LENGTH, 4)
     like = jax.ShapeDtypeStruct((WIDTH, 4), "float32")
     assert int8.report(like, jax.ShapeDtypeStruct(X.shape, X.dtype), 2.0, train=True).share == 1
+    assert_quantized(int8, draw(WIDTH, 4), X, 2.0, train=True)
 
 
 def test_the_report_is_a_table():

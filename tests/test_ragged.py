@@ -303,6 +303,26 @@ def test_experts_of_any_program():
     assert (again.reason, again.flops) == ("already quantized", 2 * ROWS * K * N)
 
 
+def test_megablox_is_a_ragged_product():
+    """JAX's kernel for TPUs, with each order of the axes of w; without a recipe the kernel stays."""
+    from jax.experimental.pallas.ops.tpu.megablox import gmm
+
+    params = {"up": W[:, :, :4], "down": W.mT[:, :4]}
+
+    def mlp(product, params, x):
+        h = product(x, params["up"].astype(x.dtype), False)
+        return product(jnp.tanh(h), params["down"].astype(x.dtype).mT, True)
+
+    dot = lambda x, w, last: jax.lax.ragged_dot(x, w.mT if last else w, SIZES)
+    kernel = lambda x, w, last: gmm(x, w, SIZES, x.dtype, (ROWS, 8, 8), transpose_rhs=last)
+    grads = lambda product: jax.jit(
+        jax.grad(lambda *args: jnp.sum(swjax.quantized(partial(mlp, product))(*args) ** 2))
+    )(params, X)
+    jax.tree.map(np.testing.assert_array_equal, grads(kernel), grads(dot))
+    some = swjax.quantized(partial(mlp, kernel), {"up": "switchback", "down": "standard"})
+    assert str(jax.make_jaxpr(some)(params, X)).count("pallas_call") == 1
+
+
 def test_only_tokens_move_between_the_devices_of_converted_experts():
     """A program that sends rows to the devices of their experts is converted, and gathers no weight."""
     mesh = jax.make_mesh((2,), ("experts",), axis_types=(AxisType.Auto,))

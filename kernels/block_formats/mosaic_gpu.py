@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +20,9 @@ from swjax.kernels.products.mosaic_gpu.product import TiledWork
 
 BLOCK = LINE  # values that share a scale: those of one step
 FORMAT = "float8_e4m3fn", BLOCK, "float32"
-PIECE = 32  # columns written at a time
+PIECE = LINE // 2  # bytes of the rows of a written piece
+SQUARES = 32  # scales of squares in a slot: a copy has at least 128 bytes
+ALIGNED = 4  # scales in 16 bytes: a copy from another address is an illegal instruction
 
 
 class BlockProductRefs(NamedTuple):
@@ -30,8 +31,8 @@ class BlockProductRefs(NamedTuple):
     Attributes:
       a: [m, k] e4m3.
       b: [n, k] e4m3.
-      a_scale: [steps, m], padded to whole tiles if m is not a multiple of HALF.
-      b_scale: [steps, n], or [steps, n / BLOCK], padded to whole tiles.
+      a_scale: [steps, m].
+      b_scale: [steps, n], or [steps, n / BLOCK] padded to a multiple of SQUARES.
       bias: [n] float32 padded to whole tiles, or [1] if the product has no bias.
     """
 
@@ -69,14 +70,16 @@ class BlockProductSpec:
 class BlockProductWork(TiledWork):
     """The `pipeline.Work` of one block of threads.
 
-    The tensor cores sum the products of one step. A thread multiplies these sums by both scales, and adds
-    them to its totals.
+    The tensor cores sum the products of one step for BLOCK columns. A thread multiplies these 64 sums by both
+    scales, and adds them to its totals. `a_scale` and `b_scale` are rings in shared memory.
     """
 
     spec: BlockProductSpec
     inputs: BlockProductRefs
     out: Ref
     scratch: Scratch
+    a_scale: Ref
+    b_scale: Ref
     block: jax.Array
 
     @property
@@ -87,41 +90,62 @@ class BlockProductWork(TiledWork):
         del unit
         return 0, self.spec.steps
 
+    @property
+    def piece(self) -> int:
+        """Number of columns that are written at a time."""
+        return PIECE // self.out.dtype.itemsize
+
     def load(self, unit: jax.Array) -> Callable:
-        return partial(self.copy_operands, self.inputs.a, self.inputs.b, self.corner(unit))
+        inputs, (row, column) = self.inputs, self.corner(unit)
+        rows, columns = pl.ds(row, TILE_M), pl.ds(column, self.columns)
+        if self.spec.squares:
+            columns = pl.ds(column // BLOCK // ALIGNED * ALIGNED, SQUARES)
 
-    def total(self, unit: jax.Array, half: jax.Array, sum_steps: SumSteps) -> jax.Array:
-        inputs, shape = self.inputs, (HALF, self.columns)
-        row, column = self.half_corner(unit, half)
-        rows, columns = self.scale_rows(row), pl.ds(column, self.columns)
+        def load_step(step, slot, full):
+            self.copy_operands(inputs.a, inputs.b, (row, column), step, slot, full)
+            for scale, along, ring in (
+                (inputs.a_scale, rows, self.a_scale),
+                (inputs.b_scale, columns, self.b_scale),
+            ):
+                plgpu.copy_gmem_to_smem(scale.at[step, along], ring.at[slot], full)
 
-        def scales(step):
-            a_scale = pipeline.load_registers(inputs.a_scale.at[step], rows)
+        return load_step
+
+    def total(self, unit: jax.Array, half: jax.Array, sum_steps: SumSteps) -> tuple:
+        shape, rows = (HALF, BLOCK), pl.ds(half * HALF, HALF)
+        _, column = self.corner(unit)
+        square = lax.rem(column // BLOCK, ALIGNED)  # that of the first part, in a slot
+
+        def multiply(sums, slot, part):
+            a, b = self.scratch.a, self.scratch.b
+            plgpu.wgmma(sums, a.at[slot, rows], b.at[slot, pl.ds(part * BLOCK, BLOCK)].T)
+
+        def add(slot, part, sums, total):
+            scale = pipeline.load_registers(self.a_scale.at[slot], rows)
             if self.spec.squares:
-                return a_scale * inputs.b_scale[step, column // BLOCK], None
-            return a_scale, pipeline.load_registers(inputs.b_scale.at[step], columns)
-
-        def add(scales, sums, total):
-            of_rows, of_columns = scales
-            if of_columns is not None:
+                sums = sums * self.b_scale[slot, square + part]
+            else:
+                columns = pl.ds(part * BLOCK, BLOCK)
+                of_columns = pipeline.load_registers(self.b_scale.at[slot], columns)
                 sums = sums * lax.broadcast_in_dim(of_columns, shape, (1,))
-            return total + sums * lax.broadcast_in_dim(of_rows, shape, (0,))
+            return total + sums * lax.broadcast_in_dim(scale, shape, (0,))
 
         nothing = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
-        return sum_steps(0, self.spec.steps, fold=Fold(scales, add, nothing, self.spec.tile.chunk))
+        fold = Fold(multiply, add, (nothing,) * (self.columns // BLOCK))
+        return sum_steps(0, self.spec.steps, fold=fold)
 
-    def store(self, unit: jax.Array, total: jax.Array, half: jax.Array) -> None:
+    def store(self, unit: jax.Array, total: tuple, half: jax.Array) -> None:
         _, column = self.corner(unit)
 
         def piece(at):
-            y = total[:, at : at + PIECE]
+            y = total[at // BLOCK][:, at % BLOCK : at % BLOCK + self.piece]
             if not self.spec.bias:
                 return y
-            bias = pipeline.load_registers(self.inputs.bias, pl.ds(column + at, PIECE))
+            bias = pipeline.load_registers(self.inputs.bias, pl.ds(column + at, self.piece))
             return y + lax.broadcast_in_dim(bias, y.shape, (1,))
 
         to = self.out.at[self.area(unit, half)]
-        pipeline.store_tile(piece, self.scratch.out.at[half], to, PIECE)
+        pipeline.store_tile(piece, self.scratch.out.at[half], to, self.piece)
 
 
 def block_matmul(
@@ -158,9 +182,11 @@ def block_matmul(
 
     def block_matmul_kernel(*refs):
         *inputs, out = refs[: len(BlockProductRefs._fields) + 1]
-        scratch = Scratch(*refs[len(BlockProductRefs._fields) + 1 :])
-        block = lax.axis_index("block")
-        work = BlockProductWork(spec, BlockProductRefs(*inputs), out, scratch, block)
+        *buffers, a_scale, b_scale = refs[len(BlockProductRefs._fields) + 1 :]
+        turn = buffers.pop() if squares else None
+        scratch, block = Scratch(*buffers)._replace(turn=turn), lax.axis_index("block")
+        operands = BlockProductRefs(*inputs)
+        work = BlockProductWork(spec, operands, out, scratch, a_scale, b_scale, block)
         pipeline.run(work, scratch)
 
     y = pipeline.launch(
@@ -170,7 +196,9 @@ def block_matmul(
         stages=tile.stages,
         blocks=spec.blocks,
         cluster=cluster,
-        piece=PIECE,
+        turns=squares,
+        vectors=(TILE_M, SQUARES if squares else tile.columns),
+        piece=PIECE // jnp.dtype(out_dtype).itemsize,
         interpret=interpret,
     )(*_inputs(spec, a, b, bias))
     y = y.reshape(*a.values.shape[:-1], n)
@@ -180,19 +208,17 @@ def block_matmul(
 
 
 def _inputs(spec: BlockProductSpec, a: Blocks, b: Blocks, bias: jax.Array | None):
-    """Pads scales and bias to whole tiles, because registers are loaded without bounds checks."""
+    """Pads the bias, which is loaded without bounds checks, and scales of squares, which TMA copies."""
 
-    def padded(x, length):
-        return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, length - x.shape[-1]),))
+    def padded(x, divisor):
+        return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, -x.shape[-1] % divisor),))
 
-    rows, columns = spec.grid[0] * spec.cluster * TILE_M, spec.grid[1] * spec.tile.columns
-    a_scale = a.scales.reshape(spec.m, spec.steps).T
     return BlockProductRefs(
         a=a.values.reshape(spec.m, -1),
         b=b.values,
-        a_scale=padded(a_scale, rows if spec.m % HALF else spec.m),
-        b_scale=padded(b.scales.T, columns // BLOCK if spec.squares else columns),
-        bias=jnp.zeros(1) if bias is None else padded(bias.astype(jnp.float32), columns),
+        a_scale=a.scales.reshape(spec.m, spec.steps).T,
+        b_scale=padded(b.scales.T, SQUARES if spec.squares else 1),
+        bias=jnp.zeros(1) if bias is None else padded(bias.astype(jnp.float32), spec.tile.columns),
     )
 
 

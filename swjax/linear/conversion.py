@@ -100,6 +100,12 @@ class Conversion(list[Matrix]):
             if not known:
                 self.append(matrix)
 
+    @property
+    def unreached(self) -> list[Matrix]:
+        """The matrices that code of the model may multiply, which only `swjax.quantized` converts."""
+        own = [matrix for matrix in self if matrix.own_code and matrix.reason == TAKES_NONE]
+        return [matrix for matrix in own if not kept_kind(f"{matrix.path}/{matrix.name}")]
+
     def __str__(self) -> str:
         rows = [
             (
@@ -114,7 +120,7 @@ class Conversion(list[Matrix]):
         widths = [max(map(len, column)) for column in zip(*rows)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         converted = [matrix for matrix in self if matrix.recipe is not None]
-        part, whole = (sum(math.prod(m.shape) for m in those) for those in (converted, self))
+        part, whole = elements(converted), elements(self)
         share = f"{part:,} of {whole:,} elements ({part / max(whole, 1):.0%})"
         lines.append(f"{len(converted)} of {len(self)} matrices converted, {share}")
         recipes = dict.fromkeys(m.recipe for m in self if m.recipe is not None)
@@ -123,10 +129,15 @@ class Conversion(list[Matrix]):
         if not self and self.if_empty:
             lines.append(self.if_empty)
         lines += map(_products, recipes)
-        if own := [m for m in self if m.own_code and m.reason == TAKES_NONE]:
+        if own := self.unreached:
             kinds = ", ".join(dict.fromkeys(m.kind for m in own))
             lines.append(f"{len(own)} that {kinds} may multiply: only {self.line} converts them")
         return "\n".join(lines)
+
+
+def elements(matrices: Iterable[Matrix]) -> int:
+    """The number of elements of matrices."""
+    return sum(math.prod(matrix.shape) for matrix in matrices)
 
 
 def warn_if_only_kept(paths: Sequence[str], report: str) -> None:

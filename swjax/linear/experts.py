@@ -72,8 +72,8 @@ def forward_weight(w: jax.Array | QTensor, layer: Layer) -> Operand:
 def saved_weight(w: jax.Array | QTensor, forms: Operand, layer: Layer) -> Operand:
     """What the backward pass reads of a weight; fp8 values as bytes.
 
-    A weight that is saved as it is must be the argument of the rule: a `jax.lax.scan` over layers then reads it
-    again, and stacks no copy.
+    A weight that is saved as it is must be the argument of the rule: a `jax.lax.scan` over layers then reads
+    its own input again, and stacks no copy.
     """
     if isinstance(w, QTensor):
         forms = Operand(transposed=w)

@@ -43,10 +43,13 @@ class Quantized:
         """Returns `fn(params, *args, **kwargs)`; arguments that are not arrays are static."""
         # One operation at a time outside of `jax.jit`: each call would compile its groups again.
         in_jit = isinstance(jnp.zeros(()), jax.core.Tracer)
-        plan, planner, values, out = self._planned(params, args, kwargs, groups=in_jit)
+        plan, planner, program = self._planned(params, args, kwargs, groups=in_jit)
         _warn(planner)
-        outs, _ = run(plan, values)
-        return jax.tree.unflatten(out, outs)
+        outs, _ = run(plan, program.values)
+        result, changes = jax.tree.unflatten(program.out, outs)
+        for variable, value in zip(program.changed, changes):
+            variable.set_value(value)
+        return result
 
     def report(self, params: Any, *args: Any, **kwargs: Any) -> ProgramReport:
         """Lists every product of `fn`; arguments may be `jax.ShapeDtypeStruct`s."""
@@ -104,7 +107,7 @@ class Quantized:
         specs = {**_specs(params, self.tokens), **self.specs}
         planner = Planner(choices, self.implementation, specs, self.tokens, groups)
         plan = program.planned(planner)
-        return plan, planner, program.values, program.out
+        return plan, planner, program
 
 
 class _Program(NamedTuple):
@@ -114,12 +117,14 @@ class _Program(NamedTuple):
       jaxpr: of its arrays.
       values: the arrays, those of the parameters first.
       parameters: their paths and arrays.
-      out: structure of the result.
+      changed: Flax variables of the arguments that the function changes, such as random counters.
+      out: structure of the result, and of the values of `changed`.
     """
 
     jaxpr: Any
     values: list[Any]
     parameters: list[tuple[str, Any]]
+    changed: list[Any]
     out: Any
 
     def planned(self, planner: Planner) -> Plan:
@@ -147,19 +152,34 @@ def _traced(fn: Callable, params: Any, args: tuple, kwargs: dict) -> _Program:
     """Traces ``fn(params, *args, **kwargs)``; arguments that are not arrays are static."""
     leaves, tree = jax.tree.flatten((params, args, kwargs), is_leaf=_is_frozen)
     at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, _ARRAYS)]
+    given, changed = _variables((params, args, kwargs)), list[Any]()
 
     def of_arrays(*arrays):
         whole = list(leaves)
         for i, array in zip(at, arrays):
             whole[i] = array
         params, args, kwargs = jax.tree.unflatten(tree, whole)
-        return fn(params, *args, **kwargs)
+        copies = _variables((params, args, kwargs))
+        before = [copy.get_value() for copy in copies]
+        result = fn(params, *args, **kwargs)
+        after = [copy.get_value() for copy in copies]
+        written = [i for i, value in enumerate(after) if value is not before[i]]
+        changed[:] = [given[i] for i in written]
+        return result, [after[i] for i in written]
 
     values = [leaves[i] for i in at]
     like = [value.like if _is_frozen(value) else value for value in values]
     jaxpr, out = jax.make_jaxpr(of_arrays, return_shape=True)(*like)
     parameters = [(path, leaf) for path, leaf in _named(params) if isinstance(leaf, _ARRAYS)]
-    return _Program(jaxpr, values, parameters, jax.tree.structure(out))
+    return _Program(jaxpr, values, parameters, changed, jax.tree.structure(out))
+
+
+def _variables(tree: Any) -> list[Any]:
+    """The Flax NNX variables of a tree that are no parameters."""
+    if (nnx := sys.modules.get("flax.nnx")) is None:
+        return []
+    leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, nnx.Variable))
+    return [x for x in leaves if isinstance(x, nnx.Variable) and not isinstance(x, nnx.Param)]
 
 
 def products_of(
@@ -175,7 +195,7 @@ def products_of(
     program = _traced(fn, params, args, kwargs)
     choices = dict.fromkeys((path for path, _ in program.parameters), Choice(None, UNMATCHED))
     for matrix in matrices:
-        reason = _REACHED[0] if matrix.reason == TAKES_NONE else matrix.reason
+        reason = matrix.reason
         if matrix.recipe is not None:
             plain = matrix.recipe.fwd is None
             reason = "its recipe has no 8-bit forward product" if plain else _REACHED[1]
@@ -183,6 +203,9 @@ def products_of(
         name = f"{matrix.path}/{matrix.name}".lstrip("/")
         for path in choices:
             if re.fullmatch(rf"(?:params/)?{re.escape(name)}(?:/(?:values|scale|0|1))?", path):
+                if matrix.reason == TAKES_NONE:
+                    is_kept = kept.kept_kind_among(path, choices)
+                    reason = _KEPT if is_kept else _REACHED[0]
                 choices[path] = Choice(None, reason, matrix.recipe)
     planner = Planner(choices, None, {})
     program.planned(planner)
@@ -194,6 +217,7 @@ def products_of(
     return report
 
 
+_KEPT = f'{TAKES_NONE}; the rules "llm" keep it in 16 bits'
 _REACHED = tuple(
     f"{reason}; swjax.quantized reaches it" for reason in (TAKES_NONE, "code of its own")
 )
@@ -212,7 +236,8 @@ def quantized(
     `fn(params, *args)` is traced to a program, and each parameter is followed by its path through casts,
     transposes, reshapes, slices and reshards to the products that read it, also inside jit, scan, remat,
     cond, while, vmap and shard_map. Such a product becomes the operation of `swjax.switchback`, which
-    quantizes the parameter as stored, before its casts. Neither `fn` nor the parameters change. Put
+    quantizes the parameter as stored, before its casts. Neither `fn` nor the parameters change; other
+    variables of an NNX model, such as random counters, statistics and caches, change as by `fn`. Put
     `jax.jit`, `jax.grad` and `jax.vmap` around the result: without `jax.jit`, each call traces `fn` and runs
     one operation at a time.
 

@@ -1,12 +1,14 @@
 """Plans the conversion of a traced program: follows its parameters, and decides for every equation."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.extend import core
 from jax.sharding import PartitionSpec as P
 
@@ -148,8 +150,10 @@ class Planner:
             if name not in CASTS | RESHARDS:
                 moved = [o and _moved(eqn, o, v.aval.shape) for o, v in zip(moved, eqn.outvars)]
             return Step(move, eqn), moved
-        if name in ("dot_general", "ragged_dot_general"):
-            step = self._product(eqn, found, repeats, opaque)
+        product = eqn if name in ("dot_general", "ragged_dot_general") else grouped_product(eqn)
+        if product is not None:
+            step = self._product(product, found, repeats, opaque)
+            step = Step(as_it_is, eqn) if step.execute is as_it_is else step
         else:
             self._note_use(eqn, found, repeats, opaque)
         if step.execute is as_it_is:
@@ -402,10 +406,37 @@ def _combined(found: Origins, name: str) -> Origin | None:
 
 def _is_quantized_layer(eqn) -> bool:
     """Whether an equation is a layer of this library with 8-bit operands."""
-    names, dtypes, jaxprs = set(), set(), list(core.jaxprs_in_params(eqn.params))
-    for jaxpr in jaxprs:  # the list grows
-        for inner in jaxpr.eqns:
-            names.add(inner.params.get("name"))
-            dtypes |= {str(getattr(var.aval, "dtype", "")) for var in inner.outvars}
-            jaxprs += core.jaxprs_in_params(inner.params)
+    eqns = list(_equations(eqn.params))
+    names = {inner.params.get("name") for inner in eqns}
+    dtypes = {str(getattr(var.aval, "dtype", "")) for inner in eqns for var in inner.outvars}
     return "swjax_y" in names and not dtypes.isdisjoint(QUANTIZED_DTYPES)
+
+
+def _equations(params: Mapping[str, Any]) -> Iterator[Any]:
+    """The equations of all jaxprs in the parameters of an equation, at any depth."""
+    for jaxpr in core.jaxprs_in_params(params):
+        for eqn in jaxpr.eqns:
+            yield eqn
+            yield from _equations(eqn.params)
+
+
+def grouped_product(eqn: Any) -> Any | None:
+    """The `ragged_dot_general` of a call of `megablox.gmm`, JAX's kernel for TPUs; None for other equations.
+
+    A call with a group offset or an output to add to, which are a fourth operand, has no such product.
+    """
+    if eqn.primitive.name != "custom_vjp_call" or len(eqn.invars) != 3:
+        return None
+    if [each.params.get("name") for each in eqn.params["call_jaxpr"].jaxpr.eqns] != ["gmm"]:
+        return None
+    tiles = next(each for each in _equations(eqn.params) if each.primitive.name == "dot_general")
+    (_, (k,)), _ = tiles.params["dimension_numbers"]
+    options = {
+        "ragged_dot_dimension_numbers": lax.RaggedDotDimensionNumbers(
+            (((1,), (k + 1,)), ((), ())), (0,), (0,)
+        ),
+        "preferred_element_type": eqn.outvars[0].aval.dtype,
+    }
+    shapes = (jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in eqn.invars)
+    product = jax.make_jaxpr(partial(lax.ragged_dot_general, **options))(*shapes).eqns[-1]
+    return product.replace(invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info)

@@ -154,8 +154,10 @@ def _quantized_weight(w: jax.Array | QTensor, layer: Layer) -> Operand:
 
 
 def _save(inputs: LayerArrays, x: Operand, ws: tuple[Operand, ...], layers: Layers) -> Saved:
-    """Selects the arrays to save. Of high-precision arrays these are the arguments of the rule themselves: a cast
-    would be a copy, and a `jax.lax.scan` over layers stacks what it does not know as a slice of its own input.
+    """Selects the arrays to save.
+
+    High-precision arrays are the arguments of the rule themselves: a cast would be a copy, and a
+    `jax.lax.scan` over layers copies what is not a slice of its own input.
     """
     recipe, x_scale = layers[0].recipe, None
     save_quantized = recipe.save_quantized

@@ -4,8 +4,9 @@
 >>> optimizer = stable_adamw(learning_rate=2e-3)
 """
 
+from swjax.optax.codes import EightBitMomentsState
 from swjax.optax.convert import from_adamw_state
-from swjax.optax.eight_bits import EightBitMomentsState, decoded_moments, eight_bit_moments
+from swjax.optax.eight_bits import decoded_moments, eight_bit_moments
 from swjax.optax.matrices import guess_matrices, stacked_axes
 from swjax.optax.orthogonal import muon
 from swjax.optax.rms import adamw_rms_by_path, rms_by_path

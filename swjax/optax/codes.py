@@ -1,7 +1,7 @@
 """Arrays in 8 bits: block-wise, nearly logarithmic, with stochastic rounding."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -18,20 +18,20 @@ _SIGN = -(1 << 31)
 
 
 class EightBits(NamedTuple):
-    """An array in 8 bits: sign(codes) float32(largest - step (127 - |codes|)), and 0 for the code 0.
+    """An array in 8 bits: sign(codes) float32(base + step |codes|), and 0 for the code 0.
 
     float32(i) is the number whose bits are those of the integer i: a logarithm, linear between powers of two.
     Neighbouring magnitudes so differ by nearly equal ratios, and integers alone define the result.
 
     Attributes:
       codes: int8, with the shape of the array.
-      largest: bits of the largest magnitude of each block of 128 along the last axis, [..., blocks] int32; 0
-        for a block of zeros, and those of NaN for a block with Inf or NaN.
-      step: distance of two neighbouring magnitudes of each block, in bits, [..., blocks] int32.
+      base: [..., blocks] int32, one for each block of 128 along the last axis: the bits of the largest
+        magnitude minus 127 steps; those of NaN for a block with Inf or NaN, 0 for a block of zeros.
+      step: [..., blocks] int32, the distance of two neighbouring magnitudes, in bits.
     """
 
     codes: jax.Array
-    largest: jax.Array
+    base: jax.Array
     step: jax.Array
 
     @property
@@ -46,9 +46,9 @@ class EightBits(NamedTuple):
 
 
 class Ranges(NamedTuple):
-    """`EightBits.largest` and `EightBits.step`."""
+    """`EightBits.base` and `EightBits.step`."""
 
-    largest: jax.Array
+    base: jax.Array
     step: jax.Array
 
 
@@ -73,40 +73,45 @@ def has_eight_bits(opt_state: optax.OptState) -> bool:
 
 
 def ranges_of(
-    *arrays: jax.Array, terms: jax.Array | None = None
-) -> tuple[list[Ranges], jax.Array | None]:
-    """The ranges of the blocks of arrays, and the sums of the blocks of other numbers.
+    *arrays: jax.Array, summed: Sequence[jax.Array] = ()
+) -> tuple[list[Ranges], list[jax.Array]]:
+    """The ranges of the blocks of some arrays, and the sums of the blocks of others.
 
     One reduction computes all and reads each array once. If two read it, XLA writes it to memory first.
 
     Args:
       *arrays: [..., n] of at most 32 bits.
-      terms: [..., n], or None.
+      summed: [..., n] each.
 
     Returns:
-      The ranges of each array, and the sums [..., blocks], or None.
+      The ranges of each of the arrays, and sums [..., blocks].
     """
-    sizes = [_blocks(_size_bits(x)) for x in arrays]
-    operands = [each for size in sizes for each in (size, size)]
-    merge: list[Callable] = [jnp.maximum, _smaller_but_not_0] * len(sizes)
-    if terms is not None:
-        operands.append(_blocks(terms))
-        merge.append(jnp.add)
+    # Minus 1, because 0 then is the largest of unsigned numbers, and the smallest of signed ones.
+    sizes = [_blocks(_size_bits(x)) - 1 for x in arrays]
+    operands = [each for size in sizes for each in (size, size)] + [_blocks(x) for x in summed]
+    merge: list[Callable] = [jnp.maximum, _unsigned_minimum] * len(sizes)
+    merge += [jnp.add] * len(summed)
     results = jax.lax.reduce(
         operands,
-        [jnp.zeros([], x.dtype) for x in operands],
+        [jnp.int32(-1)] * 2 * len(sizes) + [jnp.zeros([], x.dtype) for x in summed],
         lambda a, b: [function(x, y) for function, x, y in zip(merge, a, b)],
         (operands[0].ndim - 1,),
     )
-    ranges = []
-    for i in range(0, 2 * len(sizes), 2):
-        ends = (jnp.where(x > 0, jnp.maximum(x, _NORMAL), 0) for x in results[i : i + 2])
-        largest, smallest = ends
-        width = jnp.minimum(largest - smallest, _LARGEST_RANGE)
-        step = jnp.maximum((width + _LEVELS - 2) // (_LEVELS - 1), 1)
-        is_finite = largest < _INFINITY
-        ranges.append(Ranges(jnp.where(is_finite, largest, _NAN), jnp.where(is_finite, step, 0)))
-    return ranges, None if terms is None else results[-1]
+    ends = [results[2 * i : 2 * i + 2] for i in range(len(sizes))]
+    ranges = [_range(largest + 1, smallest + 1) for largest, smallest in ends]
+    return ranges, results[2 * len(sizes) :]
+
+
+def _range(largest: jax.Array, smallest: jax.Array) -> Ranges:
+    """The range of a block, from the bits of its magnitudes other than 0."""
+    largest, smallest = (
+        jnp.where(bits > 0, jnp.maximum(bits, _NORMAL), 0) for bits in (largest, smallest)
+    )
+    width = jnp.minimum(largest - smallest, _LARGEST_RANGE)
+    step = jnp.maximum((width + _LEVELS - 2) // (_LEVELS - 1), 1)
+    base = jnp.where(largest > 0, largest - _LEVELS * step, 0)
+    is_finite = largest < _INFINITY
+    return Ranges(jnp.where(is_finite, base, _NAN), jnp.where(is_finite, step, 0))
 
 
 def encode(
@@ -121,17 +126,18 @@ def encode(
       half: 0 or 1; two arrays of one shape and seed then share a hash, but not its bits.
     """
     ranges = ranges_of(x)[0][0] if ranges is None else ranges
-    largest, step = (_each(of_blocks, x) for of_blocks in ranges)
+    base, step = (_each(of_blocks, x) for of_blocks in ranges)
     per_bit = _each(1.0 / ranges.step.astype(jnp.float32), x)
     size = _size_bits(x)
-    steps = ((largest - size).astype(jnp.float32) * per_bit).astype(jnp.int32)
-    steps = jnp.clip(steps, 0, _LEVELS - 2)
-    upper_bits = largest - steps * step
-    lower = _float32(upper_bits - step)
-    width = _float32(upper_bits) - lower
+    # Added to 2^23, a number is rounded to an integer, which its bits hold. A conversion would be slower.
+    code = (size - base).astype(jnp.float32) * per_bit + (2.0**23 - 0.5)
+    code = jnp.clip(jax.lax.bitcast_convert_type(code, jnp.int32) - (150 << 23), 1, _LEVELS - 1)
+    lower_bits = base + step * code
+    lower = _float32(lower_bits)
+    width = _float32(lower_bits + step) - lower
     # The chance of the larger neighbour is that with which the expectation is x.
-    is_larger = _uniform(x.shape, seed, half) * width < _float32(size) - lower
-    code = _LEVELS - 1 - steps + is_larger.astype(jnp.int32)
+    is_larger = _random(x.shape, seed, half) * width - width < _float32(size) - lower
+    code += is_larger.astype(jnp.int32)
     code = jnp.where(size == 0, 0, jnp.where(x < 0, -code, code))
     return EightBits(code.astype(jnp.int8), *ranges)
 
@@ -140,11 +146,11 @@ def decode(x: EightBits) -> jax.Array:
     """The float32 array of `encode`.
 
     >>> x = jnp.array([[0.0, -1.0, 4.0]])
-    >>> decode(encode(x, seed=0)).tolist()
+    >>> decode(encode(x, seed=0)).round(3).tolist()
     [[0.0, -1.0, 4.0]]
     """
     codes = x.codes.astype(jnp.int32)
-    bits = _each(x.largest, codes) - _each(x.step, codes) * (_LEVELS - jnp.abs(codes))
+    bits = _each(x.base, codes) + _each(x.step, codes) * jnp.abs(codes)
     return _float32(jnp.where(codes == 0, 0, bits | (codes & _SIGN)))
 
 
@@ -157,10 +163,8 @@ def _float32(bits: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def _smaller_but_not_0(a: jax.Array, b: jax.Array) -> jax.Array:
-    """The smaller of two non-negative int32; 0 counts as the largest."""
-    a, b = (x.astype(jnp.uint32) - jnp.uint32(1) for x in (a, b))
-    return (jnp.minimum(a, b) + jnp.uint32(1)).astype(jnp.int32)
+def _unsigned_minimum(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.minimum(a.astype(jnp.uint32), b.astype(jnp.uint32)).astype(jnp.int32)
 
 
 def _blocks(x: jax.Array) -> jax.Array:
@@ -172,11 +176,13 @@ def _blocks(x: jax.Array) -> jax.Array:
 
 def _each(of_blocks: jax.Array, x: jax.Array) -> jax.Array:
     """The value of the block of each element of x."""
-    return jnp.repeat(of_blocks, BLOCK, axis=-1)[..., : x.shape[-1]]
+    # jnp.repeat would need the sharding of the result on an explicit mesh.
+    each = jnp.broadcast_to(of_blocks[..., None], (*of_blocks.shape, BLOCK))
+    return each.reshape(*of_blocks.shape[:-1], -1)[..., : x.shape[-1]]
 
 
-def _uniform(shape: tuple[int, ...], seed: jax.typing.ArrayLike, half: int) -> jax.Array:
-    """Multiples of 2^-16 in [0, 1), 16 bits of a hash of the place of each element and the seed.
+def _random(shape: tuple[int, ...], seed: jax.typing.ArrayLike, half: int) -> jax.Array:
+    """Multiples of 2^-16 in [1, 2), with 16 bits of a hash of the place of each element and the seed.
 
     A few integer operations, which XLA fuses into the rounding. `jax.random` would take longer.
     """
@@ -187,5 +193,7 @@ def _uniform(shape: tuple[int, ...], seed: jax.typing.ArrayLike, half: int) -> j
     x = place ^ (jnp.asarray(seed).astype(jnp.uint32) * jnp.uint32(0x9E3779B9))
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):
         x = (x ^ (x >> jnp.uint32(shift))) * jnp.uint32(factor)
-    x = x & jnp.uint32(0xFFFF) if half else x >> jnp.uint32(16)
-    return x.astype(jnp.float32) * 2.0**-16
+    x = x << jnp.uint32(7) if half else x >> jnp.uint32(9)
+    return jax.lax.bitcast_convert_type(
+        x & jnp.uint32(0xFFFF << 7) | jnp.uint32(127 << 23), jnp.float32
+    )

@@ -317,7 +317,7 @@ def _step(p, g, m, v, s: Scalars, block_axes: tuple[int, ...], seed, *, decays, 
         return change, m, v, jnp.squeeze(rms, reduced)
     _, new_m, new_v, _ = step(m, v)
     _, _, same_v, _ = step(*jax.lax.optimization_barrier((m, v)))
-    ranges, sums = ranges_of(new_m, new_v, terms=rms_terms(g * g, same_v, s.eps))
+    ranges, (sums,) = ranges_of(new_m, new_v, summed=[rms_terms(g * g, same_v, s.eps)])
     rms = _root_mean(sums, p.shape, reduced)
     m, v, rms, ranges = jax.lax.optimization_barrier((m, v, rms, ranges))
     change, m, v, _ = step(m, v, rms)
