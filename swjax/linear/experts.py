@@ -300,6 +300,8 @@ def check_shapes(
             f"{x.shape}, w {shape} and group_sizes {group_sizes.shape}: sort the rows of x by expert, and "
             "transpose w"
         )
+    if not shape[0]:
+        raise ValueError(f"{name} needs at least one expert, got w {shape}: pass w [e, k, n]")
     for operand, array in {"x": x, "w": w}.items():
         if not isinstance(array, QTensor) and array.dtype not in OPERAND_DTYPES:
             raise ValueError(
