@@ -3,6 +3,7 @@
 The tests compile what the functions of `dispatch.kernel` would launch, with the same tiles.
 """
 
+import os
 import re
 import subprocess
 from collections import Counter
@@ -46,9 +47,9 @@ def quantized(rows, columns, dtype="int8", scales=None):
 
 
 @pytest.fixture
-def compiled(monkeypatch, tmp_path):
+def compiled(monkeypatch):
     """compiled(capability, Triton function, *arrays, **options): the kernel of its last launch."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", os.environ["SWJAX_TEST_CACHE"] + "/triton")
     launches = []
 
     def record(*arrays, kernel, out_type, **options):
