@@ -92,7 +92,7 @@ def test_training_starts_at_the_weights_and_moves_the_matrices_alone(micro, tmp_
     after, metrics = step(step(state, batch)[0], batch)
     assert np.isfinite(metrics["train/loss"])
     for tree in ("params", "ema"):
-        moved = jax.tree.map(lambda a, b: bool(jnp.any(a != b)), state[tree], after[tree])
+        moved = jax.tree.map(lambda a, b: not np.array_equal(a, b), state[tree], after[tree])
         found = {path for path, x in zip(paths(moved), jax.tree.leaves(moved)) if x}
         assert found == {p for p in paths(moved) if IS_LORA.search(p) or p == "logit_scale"}
         assert not any("attn/k/lora" in path for path in found) and len(found) == 17
@@ -242,15 +242,15 @@ def test_learning_rates_fall_towards_the_input(micro, name):
     shapes = {"class_embedding": (3,), "ln_pre": {"scale": (3,)}, "projection": {"kernel": (3, 4)}}
     shapes = {"vision": shapes | {"blocks": {"q": {"kernel": (2, 3, 4), "bias": (2, 4)}}}}
     shapes |= {"logit_scale": (), "text": {"token_embedding": {"embedding": (5, 3)}}}
-    keys = iter(jax.random.split(jax.random.key(0), 14))
+    rng = np.random.default_rng(0)
     is_shape = lambda x: isinstance(x, tuple)
     draw = lambda: jax.tree.map(
-        lambda s: jax.random.normal(next(keys), s), shapes, is_leaf=is_shape
+        lambda s: rng.standard_normal(s).astype("float32"), shapes, is_leaf=is_shape
     )
     params, grads = draw(), draw()
     with jax.numpy_dtype_promotion("standard"):  # optax needs it
         got, want = (
-            optimizer.update(grads, optimizer.init(params), params)[0]
+            jax.jit(lambda g, p, o=optimizer: o.update(g, o.init(p), p)[0])(grads, params)
             for _, optimizer in map(
                 optimizer_of, (micro(**sizes, optimizer__layer_decay=0.5), micro(**sizes))
             )
@@ -259,7 +259,7 @@ def test_learning_rates_fall_towards_the_input(micro, name):
     factors = {"class_embedding": 0.125, "ln_pre": {"scale": 0.125}, "projection": {"kernel": 1}}
     factors = {"vision": factors | {"blocks": {"q": of_blocks}}}
     factors |= {"logit_scale": 1, "text": {"token_embedding": {"embedding": 0.25}}}
-    for path, ratio in jax.tree_util.tree_leaves_with_path(jax.tree.map(jnp.divide, got, want)):
+    for path, ratio in jax.tree_util.tree_leaves_with_path(jax.tree.map(np.divide, got, want)):
         factor = factors
         for key in path:
             factor = factor[key.key]

@@ -290,13 +290,17 @@ def test_experts_of_language_models():
     x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 64, 64)), "float32")
     mlp = language_models_flax.Experts(shape, nnx.Rngs(0))
     mlp.router.dtype = jnp.float32
-    chance = jax.nn.softmax(mlp.router(x))
-    largest = jax.lax.top_k(chance, 2)[0]
-    chance = jnp.where(chance >= largest[..., 1:], chance, 0) / jnp.sum(largest, -1, keepdims=True)
-    hidden = [jnp.einsum("btd,edh->bteh", x, w[...]) for w in (mlp.gate, mlp.up)]
-    hidden = jax.nn.silu(hidden[0]) * hidden[1]
-    want = jnp.einsum("bteh,ehd,bte->btd", hidden, mlp.down[...], chance)
-    np.testing.assert_allclose(mlp(x), want, atol=1e-5)
+
+    @jax.jit
+    def every_expert(x):
+        chance = jax.nn.softmax(mlp.router(x))
+        largest = jax.lax.top_k(chance, 2)[0]
+        chance = jnp.where(chance >= largest[..., 1:], chance, 0)
+        chance = chance / jnp.sum(largest, -1, keepdims=True)
+        gate, up = (jnp.einsum("btd,edh->bteh", x, w[...]) for w in (mlp.gate, mlp.up))
+        return jnp.einsum("bteh,ehd,bte->btd", jax.nn.silu(gate) * up, mlp.down[...], chance)
+
+    np.testing.assert_allclose(jax.jit(mlp)(x), every_expert(x), atol=1e-5)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         blocks = [
             language_models_flax.ARMS[arm](shape, False)

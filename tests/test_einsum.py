@@ -1,5 +1,7 @@
 """Einsums with a recipe: `DotGeneral.einsum`, `flax.nnx.Einsum` and `flax.linen.Einsum`."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,6 +40,7 @@ def test_products_and_gradients_are_those_of_einsum(equation, x_shape, w_shape, 
     x, w = arrays(x_shape, w_shape)
     g = jax.random.normal(jax.random.key(1), jnp.einsum(equation, x, w).shape)
 
+    @partial(jax.jit, static_argnums=0)
     def results(einsum):
         y, vjp = jax.vjp(lambda x, w: einsum(equation, x, w), x, w)
         return y, *vjp(g)
@@ -130,7 +133,8 @@ def test_health_is_that_of_the_product_of_matrices(equation):
     layer.kernel[...], linear.kernel[...] = w, w.transpose(1, 0, 2).reshape(32, 32)
     swjax.nnx.quantize_model(model := nnx.Dict(layer=layer), {"layer": "switchback"})
     loss = lambda model, x: jnp.sum(model.layer(x) ** 2)
-    found, want = (taps.measure(loss, m, x) for m in (model, nnx.Dict(layer=linear)))
+    measured = lambda model: jax.jit(lambda x: taps.measure(loss, model, x))(x)
+    found, want = measured(model), measured(nnx.Dict(layer=linear))
     assert found.keys() == want.keys() and len(found) == 9
     for name, value in want.items():
         np.testing.assert_allclose(found[name], value, rtol=1e-3, atol=1e-6, err_msg=name)

@@ -79,12 +79,12 @@ def test_standard_takes_inputs_of_more_than_the_parameters_dtype(layer, dtype):
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_trains_in_both_apis(name):
     layer = swjax.nnx.Linear(16, 8, recipe=name, rngs=nnx.Rngs(0))
-    grads = nnx.grad(lambda layer: jnp.mean(layer(X) ** 2))(layer)
+    grads = nnx.jit(nnx.grad(lambda layer: jnp.mean(layer(X) ** 2)))(layer)
     dense = swjax.linen.Dense(8, recipe=name)
     params = {"params": nnx.to_pure_dict(nnx.state(layer))}
-    linen_grads = jax.grad(lambda p: jnp.mean(dense.apply(p, X) ** 2))(params)["params"]
+    linen_grads = jax.jit(jax.grad(lambda p: jnp.mean(dense.apply(p, X) ** 2)))(params)["params"]
     jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(grads), linen_grads)
-    assert jnp.any(linen_grads["kernel"])
+    assert np.any(linen_grads["kernel"])
 
 
 DOUBLED = {"promote_dtype": lambda arrays, **_: tuple(None if a is None else 2 * a for a in arrays)}

@@ -188,14 +188,17 @@ OPERANDS = {
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_says_what_is_quantized_how(recipe, seen):
     layers = (replace(ALONE, recipe=RECIPES[recipe].rotating(*W.shape)),)
-    inputs = rules.LayerArrays(X, (W,), NONE, None)
-    _, _, ws = rules.forward(inputs, NONE, layers)
-    y, seen[:] = seen[:], []
-    products.input_gradients((Operand(G),), ws, layers)
-    dx, seen[:] = seen[:], []
-    products.weight_gradients(Operand(X), (Operand(G),), layers)
-    dw = [call for call in seen if call != DOT[0]]  # `weight_gradient` calls `dot`
-    assert (y, dx, dw) == OPERANDS[recipe]
+
+    def layer():
+        _, _, ws = rules.forward(rules.LayerArrays(X, (W,), NONE, None), NONE, layers)
+        y, seen[:] = seen[:], []
+        products.input_gradients((Operand(G),), ws, layers)
+        dx, seen[:] = seen[:], []
+        products.weight_gradients(Operand(X), (Operand(G),), layers)
+        dw = [call for call in seen if call != DOT[0]]  # `weight_gradient` calls `dot`
+        assert (y, dx, dw) == OPERANDS[recipe]
+
+    jax.eval_shape(layer)
 
 
 def test_a_quantized_form_that_fits_is_not_quantized_again(seen, monkeypatch):

@@ -239,6 +239,7 @@ def test_experts_on_a_mesh_axis_stay_where_they_are():
     [
         ((X, W[0], SIZES), "switchback", r"needs x \[m, k\], w \[e, k, n\] .* got x \(12, 16\)"),
         ((X, W, SIZES[:2]), "switchback", r"group_sizes \(2,\)"),
+        ((X, W[:0], SIZES[:0]), "switchback", r"at least one expert, got w \(0, 16, 8\)"),
         ((X, W, jnp.array([-1, 2, 3])), "switchback", r"at least 0 .* 12 rows .* \[-1, 2, 3\]"),
         ((X, W, jnp.array([9, 2, 3])), "switchback", r"at most the 12 rows of x, got \[9, 2, 3\]"),
         (

@@ -34,7 +34,7 @@ SHAPES = [("uneven", 200, 72), *((case, 256, 320) for case in CASES)]
 # Those that Mosaic's kernel takes: rows a multiple of 8, and k of 128.
 ALIGNED = [shape for shape in SHAPES[1:] if SIZES[shape[0]][1] % 8 == 0]
 EACH = {
-    "compiled": {"xla": SHAPES[:2], "triton": SHAPES, "mosaic_gpu": ALIGNED},
+    "compiled": {"xla": [SHAPES[0], ("wrong", 40, 24)], "triton": SHAPES, "mosaic_gpu": ALIGNED},
     "interpreted": {
         "triton": [SHAPES[0], ("wrong", 40, 24), *SHAPES[1:-1]],
         "mosaic_gpu": [ALIGNED[0], ("wrong", 128, 128), *ALIGNED[1:]],

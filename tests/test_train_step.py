@@ -96,7 +96,7 @@ def test_accumulation_gives_the_gradient_of_the_whole_batch(micro):
     assert len([name for name in measured_a if "feature_" in name]) == 4
     assert_close(measured_a, measured_b, rtol=1e-5)
     # float32 sums have different orders, and some gradients are 0 up to rounding.
-    largest = max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(grads_a))
+    largest = max(np.abs(np.asarray(x)).max() for x in jax.tree.leaves(grads_a))
     assert_close(grads_a, grads_b, rtol=0, atol=1e-6 * largest)
 
 
@@ -170,7 +170,7 @@ def test_frozen_parameters_stay_and_have_no_moments(options):
     old = state["params"]
     assert_same_bits(new["params"]["vision"], old["vision"])
     assert_same_bits(new["params"]["logit_scale"], old["logit_scale"])
-    moved = jax.tree.map(lambda a, b: bool(jnp.any(a != b)), new["params"]["text"], old["text"])
+    moved = jax.tree.map(lambda a, b: not np.array_equal(a, b), new["params"]["text"], old["text"])
     assert all(jax.tree.leaves(moved))
 
 
@@ -223,7 +223,7 @@ def test_float16_tensors_that_overflow_sit_out_alone(half):
     assert measured["train/loss_scale"] == 2.0**HALF_SCALE
     skipped = {k: v for k, v in measured.items() if k.startswith("stability/skipped/")}
     assert set(skipped.values()) == {0.0, 1.0} and 0 < measured["train/skipped"] < 1
-    moved = jax.tree.map(lambda a, b: bool(jnp.any(a != b)), new["params"], state["params"])
+    moved = jax.tree.map(lambda a, b: not np.array_equal(a, b), new["params"], state["params"])
     for path, here in zip(paths(moved), jax.tree.leaves(moved)):
         blocks = [
             v for k, v in skipped.items() if k.removeprefix("stability/skipped/").startswith(path)

@@ -133,8 +133,8 @@ def run_in_turns(work: Work, scratch: Scratch) -> None:
     """`run` for warpgroups that take turns: units with an even number belong to the first, odd to the second.
 
     So the tensor cores multiply one tile while the other is written. All units have the same number of steps.
-    `scratch.full` has barriers for the slots of the first warpgroup, then for those of the second. The methods
-    of the work get the number of the warpgroup in place of the half, and compute TILE_M rows.
+    `scratch.full` has barriers for the slots of the first warpgroup, then for those of the second. The
+    methods of the work get the number of the warpgroup in place of the half, and compute TILE_M rows.
     """
     units = work.units()
     specialize(

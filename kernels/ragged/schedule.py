@@ -43,13 +43,15 @@ def _running(reduce, x: jax.Array) -> jax.Array:
     return reduce(jnp.where(before, x[None, :], 0), axis=1)
 
 
-def tile_count(m: int, groups: int, rows: int) -> int:
+def tile_count(m: int, groups: int, rows: int, alignment: int = 1) -> int:
     """An upper bound of the tiles of `rows` rows of all groups, and of the rows beyond the groups.
+
+    Tiles start at multiples of `alignment`, so a group may have ``alignment - 1`` rows more.
 
     >>> tile_count(256, 1, 128)
     3
     """
-    return (m + (groups + 1) * (rows - 1)) // rows
+    return (m + (groups + 1) * (rows + alignment - 2)) // rows
 
 
 def row_tiles(group_sizes: jax.Array, m: int, rows: int) -> jax.Array:
@@ -68,18 +70,8 @@ def row_tiles(group_sizes: jax.Array, m: int, rows: int) -> jax.Array:
     >>> row_tiles(jnp.array([2, 0, 5]), 8, 4).tolist()
     [[0, 2, 2, 3, 3], [0, 2, 6, 7, 8], [2, 7, 7, 8, 8]]
     """
-    groups = len(group_sizes)
-    starts, ends = bounds(group_sizes, m)
-    last = ends[-1:]
-    starts, ends = jnp.append(starts, last), jnp.append(ends, jnp.full_like(last, m))
-    counts = (ends - starts + rows - 1) // rows
-    tile_ends = _running(jnp.sum, counts)
-    tile = jnp.arange(tile_count(m, groups, rows), dtype=jnp.int32)
-    group = jnp.sum((tile_ends[None, :] <= tile[:, None]).astype(jnp.int32), axis=1)
-    group = jnp.minimum(group, groups)
-    number = tile - (tile_ends - counts)[group]
-    first = jnp.minimum(starts[group] + number * rows, m)
-    return jnp.stack([group, first, ends[group]])
+    _, group, first, _, end = aligned_tiles(group_sizes, m, rows, alignment=1)
+    return jnp.stack([group, jnp.minimum(first, m), end])
 
 
 def aligned_tiles(
@@ -109,8 +101,7 @@ def aligned_tiles(
     aligned = starts // alignment * alignment
     counts = jnp.where(ends > starts, (ends - aligned + rows - 1) // rows, 0)
     tile_ends = _running(jnp.sum, counts)
-    most = (m + (groups + 1) * (rows + alignment - 2)) // rows
-    tile = jnp.arange(most, dtype=jnp.int32)
+    tile = jnp.arange(tile_count(m, groups, rows, alignment), dtype=jnp.int32)
     group = jnp.sum((tile_ends[None, :] <= tile[:, None]).astype(jnp.int32), axis=1)
     group = jnp.minimum(group, groups)
     first = aligned[group] + (tile - (tile_ends - counts)[group]) * rows

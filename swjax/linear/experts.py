@@ -140,8 +140,7 @@ def _quantize_weight(quantizer: Quantizer, w: jax.Array, axis: int, layer: Layer
 def output(x: jax.Array | QTensor, w: Operand, group_sizes: jax.Array, layer: Layer) -> jax.Array:
     """``y = x w[expert of a row]``: [m, n] in the layer's `out_dtype`."""
     b, axis = _forward_weight(w, layer)
-    transposed = axis == 2
-    return _multiply(x, b, group_sizes, None, axis=axis, transposed=transposed, layer=layer)
+    return _multiply(x, b, group_sizes, None, axis=axis, forward=True, layer=layer)
 
 
 def input_gradient(
@@ -153,16 +152,12 @@ def input_gradient(
 ) -> jax.Array:
     """``dx = g w[expert of a row]T + addend``: [m, k] in the layer's dtype."""
     b, axis = _backward_weight(w, layer)
-    transposed = axis == 1
-    return _multiply(g, b, group_sizes, addend, axis=axis, transposed=transposed, layer=layer)
+    return _multiply(g, b, group_sizes, addend, axis=axis, forward=False, layer=layer)
 
 
-def _multiply(a, b, group_sizes, addend, *, axis: int, transposed: bool, layer: Layer) -> jax.Array:
-    """The forward product if ``transposed == (axis == 2)``, otherwise the input gradient.
-
-    `transposed` tells that b is [e, n, k], and `axis` which of its axes the product sums over.
-    """
-    sharding, forward = layer.sharding, transposed == (axis == 2)
+def _multiply(a, b, group_sizes, addend, *, axis: int, forward: bool, layer: Layer) -> jax.Array:
+    """The forward product or the input gradient; `axis` is that of b which it is summed over."""
+    sharding, transposed = layer.sharding, forward == (axis == 2)  # b is [e, n, k]
     (e, k, n), x, y = sharding.w, sharding.x, sharding.y
     a_spec, out_spec = (x, y) if forward else (y, x)
     options: dict[str, Any] = {"axis": axis}
@@ -300,6 +295,8 @@ def check_shapes(
             f"{x.shape}, w {shape} and group_sizes {group_sizes.shape}: sort the rows of x by expert, and "
             "transpose w"
         )
+    if not shape[0]:
+        raise ValueError(f"{name} needs at least one expert, got w {shape}: pass w [e, k, n]")
     for operand, array in {"x": x, "w": w}.items():
         if not isinstance(array, QTensor) and array.dtype not in OPERAND_DTYPES:
             raise ValueError(

@@ -98,10 +98,15 @@ class Sharding:
         return tuple(axis for axis in union(dimensions) if sizes[axis] > 1)
 
     def place(self, array: jax.Array | None, spec: Spec) -> jax.Array | None:
-        """Reshards `array` to `spec` if the mesh is explicit; on other meshes XLA reshards."""
+        """Reshards `array` to `spec` if the mesh is explicit; on other meshes XLA reshards.
+
+        An array with this sharding stays the same variable, which a `jax.lax.scan` knows as its own slice.
+        """
         if array is None or self.mesh is None or AxisType.Explicit not in self.mesh.axis_types:
             return array
-        return jax.reshard(array, jax.NamedSharding(self.mesh, partition_spec(spec)))
+        wanted = jax.NamedSharding(self.mesh, partition_spec(spec))
+        same = jax.typeof(array).sharding == wanted
+        return array if same else jax.reshard(array, wanted)
 
     def map_shards(self, step: Callable, arrays: tuple, in_specs: tuple, out_specs: Any) -> Any:
         """Runs `step` on each device's shards of the arrays.

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -238,10 +239,11 @@ def maxtext_llama(decoder: str = "llama2", parallel: str = "tensor", **options) 
     return Case(apply, jax.tree.map(jnp.asarray, jax.device_get(params)), (TOKENS,), mesh=mesh)
 
 
-def maxtext_moe() -> Case:
-    """Experts as ragged products. Each token has all of them, because another choice is no rounding error."""
+def maxtext_moe(ragged: bool) -> Case:
+    """Experts as ragged products or as einsums. Each token has all of them, because another choice is no
+    rounding error."""
     options = dict(num_experts=4, num_experts_per_tok=4, base_moe_mlp_dim=64)
-    return maxtext_llama("mixtral", "data", **options, sparse_matmul=True, megablox=False)
+    return maxtext_llama("mixtral", "data", **options, sparse_matmul=ragged, megablox=False)
 
 
 # --- Haiku and Penzai ---------------------------------------------------------------------------------
@@ -316,7 +318,8 @@ PROJECTS = {
     "transformers, Mistral": Project(huggingface_mistral, "linen", "transformers"),
     "transformers, Gemma": Project(huggingface_gemma, "linen", "transformers"),
     "MaxText, Llama 2": Project(maxtext_llama, "maxtext", "maxtext"),
-    "MaxText, Mixtral": Project(maxtext_moe, "maxtext", "maxtext"),
+    "MaxText, Mixtral": Project(partial(maxtext_moe, True), "maxtext", "maxtext"),
+    "MaxText, Mixtral by einsums": Project(partial(maxtext_moe, False), "maxtext", "maxtext"),
     "Levanter, Llama": Project(levanter_llama, "levanter", "marin-levanter"),
     "gemma, Gemma 3": Project(gemma_library, "gemma", "gemma"),
     "Haiku, attention and MLP": Project(haiku_transformer, "linen", "dm-haiku"),
