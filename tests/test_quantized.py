@@ -460,7 +460,11 @@ def test_the_first_rule_counts_and_a_recipe_may_be_one_of_yours():
     [
         ({"layer": "swichback"}, None, "recipe must be one of"),
         ("lm", None, "recipes must map regular expressions"),
-        ("llm", nn.Dense(8), "needs a function of parameters, got the module Dense: pass its apply"),
+        (
+            "llm",
+            nn.Dense(8),
+            "needs a function of parameters, got the module Dense: pass its apply",
+        ),
         (
             {"kernel": "switchback"},
             lambda w, x: x @ w["w"],
