@@ -7,11 +7,12 @@ shared memory (TMA). Two warpgroups multiply (wgmma), each half of the rows of t
     full[slot]    the copies have arrived              memory warpgroup -> compute warpgroups
     empty[slot]   both warpgroups have read the slot   compute warpgroups -> memory warpgroup
 
-The memory warpgroup copies the next unit while the others write this one, or with `run_late_writes` multiply
-the next one. Past the edge of an array TMA reads zeros and writes nothing. `product.why_not` names an exception.
+The memory warpgroup copies the next unit while the others write this one. In `run_in_turns` a compute
+warpgroup multiplies a whole tile, and the other multiplies the next one while it writes. Past the edge of an
+array TMA reads zeros and writes nothing. `product.why_not` names an exception.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -73,10 +74,10 @@ class Fold(NamedTuple):
     initial: tuple[Any, ...]
 
 
-# (first step of a unit, number of steps, functions to call in steps DURING, function of a step and its slot to
-# call before its product or None, a `Fold` or None) -> their sums; with a `Fold` its total.
+# (first step of a unit, number of steps, function to call in step DURING or None, function of a step and its
+# slot to call before its product or None, a `Fold` or None) -> their sums; with a `Fold` its total.
 SumSteps = Callable[..., Any]
-DURING = range(2, 99, 3)  # at first, copies of the unit before have probably ended
+DURING = 2  # copies of the unit before have probably ended
 
 
 class Work(Protocol):
@@ -128,16 +129,17 @@ def run(work: Work, scratch: Scratch) -> None:
     )
 
 
-def run_late_writes(work: Work, scratch: Scratch) -> None:
-    """`run` for tiles that are written while the next ones are multiplied, so that the tensor cores do not wait.
+def run_in_turns(work: Work, scratch: Scratch) -> None:
+    """`run` for warpgroups that take turns: units with an even number belong to the first, odd to the second.
 
-    `work.total` has the result of the unit before as a further argument, at first `work.nothing()`, and writes
-    it. `work.store` writes the last one.
+    So the tensor cores multiply one tile while the other is written. All units have the same number of steps.
+    `scratch.full` has barriers for the slots of the first warpgroup, then for those of the second. The
+    methods of the work get the number of the warpgroup in place of the half, and compute TILE_M rows.
     """
     units = work.units()
     specialize(
-        copy=lambda: _copy_units(work, scratch, units),
-        compute=lambda half: _multiply_before_writing(work, scratch, units, half),
+        copy=lambda: _copy_units(work, scratch, units, in_turns=True),
+        compute=lambda warpgroup: _multiply_in_turns(work, scratch, units, warpgroup),
     )
 
 
@@ -164,17 +166,23 @@ def wait_for_slot(empty: Ref, used: jax.Array, stages: int) -> None:
         plgpu.barrier_wait(empty.at[lax.rem(used, stages)])
 
 
-def _copy_units(work: Work, scratch: Scratch, units: jax.Array) -> None:
+def _full(work: Work, scratch: Scratch, slot: jax.Array, turn: jax.Array | None) -> Ref:
+    """The barrier of a slot that has arrived, for the warpgroup whose turn it is."""
+    return scratch.full.at[slot if turn is None else turn * work.stages + slot]
+
+
+def _copy_units(work: Work, scratch: Scratch, units: jax.Array, *, in_turns: bool = False) -> None:
     """Copies the operands of all units: the memory warpgroup."""
 
     def copy_unit(unit, used):
         start, count = work.span(unit)
         copy = work.load(unit)
+        turn = lax.rem(unit, 2) if in_turns else None
 
         def step(s, used):
             wait_for_slot(scratch.empty, used, work.stages)
             slot = lax.rem(used, work.stages)
-            copy(start + s, slot, scratch.full.at[slot])
+            copy(start + s, slot, _full(work, scratch, slot, turn))
             return used + 1
 
         return lax.fori_loop(0, count, step, used)
@@ -189,7 +197,7 @@ def _multiply_units(work: Work, scratch: Scratch, units: jax.Array, half: jax.Ar
     """Multiplies and writes one half of each unit: a compute warpgroup."""
 
     def multiply_unit(unit, used):
-        def sum_steps(first, count, during=(), before=None, fold=None):
+        def sum_steps(first, count, during=None, before=None, fold=None):
             if fold:
                 return _fold_steps(work, scratch, used + first, count, half, fold)
             return _sum_steps(work, scratch, used + first, count, half, during, before)
@@ -201,22 +209,21 @@ def _multiply_units(work: Work, scratch: Scratch, units: jax.Array, half: jax.Ar
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _multiply_before_writing(
-    work: Any, scratch: Scratch, units: jax.Array, half: jax.Array
+def _multiply_in_turns(
+    work: Work, scratch: Scratch, units: jax.Array, warpgroup: jax.Array
 ) -> None:
-    """Multiplies one half of each unit, and writes that of the unit before: see `run_late_writes`."""
+    """Multiplies and writes every other unit: a compute warpgroup of `run_in_turns`."""
 
-    def multiply_unit(unit, carried):
-        used, result = carried
+    def multiply_unit(turn, _):
+        unit = 2 * turn + warpgroup
 
-        def sum_steps(first, count, during=()):
-            return _sum_steps(work, scratch, used + first, count, half, during, None)
+        def sum_steps(first, count, during=None):
+            used = unit * count + first
+            return _sum_steps(work, scratch, used, count, warpgroup, during, None, in_turns=True)
 
-        result = work.total(unit, half, sum_steps, result)
-        return used + work.span(unit)[1], result
+        work.store(unit, work.total(unit, warpgroup, sum_steps), warpgroup)
 
-    _, result = lax.fori_loop(0, units, multiply_unit, (jnp.int32(0), work.nothing()))
-    work.store(result, half)
+    lax.fori_loop(0, pl.cdiv(units - warpgroup, 2), multiply_unit, None)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
@@ -226,15 +233,18 @@ def _sum_steps(
     used: jax.Array,
     count: jax.Array | int,
     half: jax.Array,
-    during: Sequence[Callable[[], None]],
+    during: Callable[[], None] | None,
     before: Callable[[jax.Array, jax.Array], None] | None,
+    *,
+    in_turns: bool = False,
 ) -> jax.Array:
     """Sums `count` steps from step `used` on; releases each slot once the next product is issued."""
+    turn = half if in_turns else None
 
     def multiply_steps(sums):
         def step(s, _):
             slot = lax.rem(used + s, work.stages)
-            plgpu.barrier_wait(scratch.full.at[slot])
+            plgpu.barrier_wait(_full(work, scratch, slot, turn))
             if before:
                 before(s, slot)
             work.multiply(sums, slot, half)
@@ -244,15 +254,16 @@ def _sum_steps(
             def release():
                 plgpu.barrier_arrive(scratch.empty.at[lax.rem(used + s - 1, work.stages)])
 
-            for at, call in zip(DURING, during):
-                pl.when(s == jnp.minimum(at, count - 1))(call)
+            if during:
+                pl.when(s == jnp.minimum(DURING, count - 1))(during)
 
         lax.fori_loop(0, count, step, None)
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(scratch.empty.at[lax.rem(used + count - 1, work.stages)])
         return sums[...]
 
-    sums = plgpu.WGMMAAccumulatorRef((HALF, work.columns), jnp.dtype(work.sum_dtype))
+    rows = TILE_M if in_turns else HALF
+    sums = plgpu.WGMMAAccumulatorRef((rows, work.columns), jnp.dtype(work.sum_dtype))
     return pl.run_scoped(multiply_steps, sums=sums)
 
 

@@ -194,7 +194,7 @@ class RaggedWork(TiledWork):
             addend = inputs.addend.at[self.area_of(place)]
             pipeline.load_tile(addend, self.scratch.out.at[half], self.scratch.addend.at[half])
 
-        sums = sum_steps(0, self.span(unit)[1], [load_addend] * self.spec.addend)
+        sums = sum_steps(0, self.span(unit)[1], load_addend if self.spec.addend else None)
         return Sums(place, group, sums, row_scale)
 
     def area_of(self, place: Place) -> tuple[Any, Any]:

@@ -14,35 +14,49 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from swjax.kernels import tiles
 from swjax.kernels.availability import Unavailable
 from swjax.kernels.mosaic_gpu import pipeline
-from swjax.kernels.mosaic_gpu.pipeline import HALF, LINE, TILE_M, TILE_N, Ref, Scratch, SumSteps
+from swjax.kernels.mosaic_gpu.pipeline import LINE, TILE_M, Ref, Scratch, SumSteps
 
 STEP = LINE // 2  # elements of a step along the contracted axis
 PIECE = LINE // 2  # rows and columns that are written at a time
-PIECES = TILE_N // PIECE  # of one half of a tile
-# Blocks per cluster. They compute vertically adjacent tiles, TILE_N rows in all, and load columns of b once.
+TILE = TILE_M  # rows and columns of a tile
+PIECES = (TILE // PIECE) ** 2  # of a tile, row by row
+# Blocks per cluster. They compute two tiles at a time, which share columns of b if they can.
 CLUSTER = 2
 
 
-class Tile(NamedTuple):
-    """One half of a tile of the result, in registers.
+class Sums(NamedTuple):
+    """The sums of a tile, and the factors of `reference.symmetric_product`.
 
-    Attributes:
-      pieces: [HALF, PIECE] each, of the dtype of the result.
-      matrix, row, column: its place, rows in units of HALF and columns in units of TILE_N, so that Mosaic
-        knows what divides them.
+    The factors are read before the sums, which hides their latency.
     """
 
-    pieces: tuple[jax.Array, ...]
+    sums: jax.Array
+    product: jax.Array
+    added: jax.Array
+    identity: jax.Array
+
+
+class Place(NamedTuple):
+    """Where the tile of a block is.
+
+    Attributes:
+      matrix: number in the batch.
+      row, column: its first ones.
+      shares: whether the other block of the cluster has the same columns.
+    """
+
     matrix: jax.Array
     row: jax.Array
     column: jax.Array
+    shares: jax.Array
 
 
 @dataclass(frozen=True)
 class SymmetricWork:
-    """The `pipeline.Work` of one block of threads.
+    """The `pipeline.Work` of one block of threads, whose warpgroups take turns.
 
-    A unit is a tile of a cluster, TILE_N x TILE_N, on or below the diagonal.
+    A unit is two tiles on or below the diagonal, one for each block of a cluster. First come all units whose
+    tiles are one above the other, then those of the tiles that remain: every other tile on the diagonal.
 
     Attributes:
       a, b, addend, factors, out: arguments and result of `reference.symmetric_product`.
@@ -62,137 +76,159 @@ class SymmetricWork:
     block: jax.Array
     clusters: int
 
-    columns: ClassVar[int] = TILE_N
+    columns: ClassVar[int] = TILE
     sum_dtype: ClassVar[jax.typing.DTypeLike] = jnp.float32
 
     @property
     def rows(self) -> int:
-        """Rows of clusters' tiles in a matrix."""
-        return pl.cdiv(self.out.shape[1], TILE_N)
+        """Pairs of rows of tiles in a matrix."""
+        return pl.cdiv(self.out.shape[1], 2 * TILE)
 
     @property
-    def tiles(self) -> int:
-        """Tiles of clusters on and below the diagonal of a matrix."""
-        return self.rows * (self.rows + 1) // 2
+    def pairs(self) -> int:
+        """Units whose tiles are one above the other: 1, 3, 5, ... in the pairs of rows of each matrix."""
+        return self.out.shape[0] * self.rows**2
 
     def units(self) -> jax.Array:
-        return pipeline.unit_count(self.out.shape[0] * self.tiles, self.block, self.clusters)
+        remaining = pl.cdiv(self.out.shape[0] * self.rows, 2)
+        return pipeline.unit_count(self.pairs + remaining, self.block, self.clusters)
 
-    def corner(self, unit: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The matrix of a tile, and its first row and column."""
-        number = self.block + unit * self.clusters
-        matrix, number = number // self.tiles, lax.rem(number, self.tiles)
-        # Tiles are numbered row by row; row i starts at number i (i + 1) / 2.
-        starts = (i * (i + 1) // 2 for i in range(1, self.rows))
-        row = sum(((number >= start).astype(jnp.int32) for start in starts), jnp.int32(0))
-        column = number - row * (row + 1) // 2
-        return matrix, row * TILE_N + lax.axis_index("cluster") * TILE_M, column * TILE_N
+    def place(self, unit: jax.Array) -> Place:
+        number, rank = self.block + unit * self.clusters, lax.axis_index("cluster")
+        shares = number < self.pairs
+        # Row i of pairs starts at number i^2.
+        within = lax.rem(number, self.rows**2)
+        starts = (i**2 for i in range(1, self.rows))
+        row = sum(((within >= start).astype(jnp.int32) for start in starts), jnp.int32(0))
+        pair = (number // self.rows**2, 2 * row + rank, within - row * row)
+        # The last unit may have one tile only. The other block then has a tile past the edge.
+        last = self.out.shape[0] * self.rows - 1
+        number = 2 * (number - self.pairs) + rank
+        past = jnp.where(number > last, 2 * self.rows, 0)
+        number = jnp.minimum(number, last)
+        on_diagonal = 2 * lax.rem(number, self.rows) + 1
+        single = (number // self.rows, on_diagonal + past, on_diagonal)
+        matrix, row, column = (jnp.where(shares, *both) for both in zip(pair, single))
+        return Place(matrix, row * TILE, column * TILE, shares)
 
     def span(self, unit: jax.Array) -> tuple[int, int]:
         del unit
         return 0, pl.cdiv(self.a.shape[1 if self.by_columns else 2], STEP)
 
     def load(self, unit: jax.Array) -> Callable:
-        matrix, row, column = self.corner(unit)
+        matrix, row, column, shares = self.place(unit)
 
         def load_step(step, slot, full):
             along = pl.ds(step * STEP, STEP)
 
-            def part(x: Ref, at: jax.Array, length: int) -> Ref:
-                index = (
-                    (along, pl.ds(at, length)) if self.by_columns else (pl.ds(at, length), along)
-                )
-                return x.at[matrix, *index]
+            def copy(x: Ref, at: jax.Array, to: Ref, axes: str | None = None) -> None:
+                lines = pl.ds(at, TILE)
+                index = (along, lines) if self.by_columns else (lines, along)
+                part = x.at[matrix, *index]
+                plgpu.copy_gmem_to_smem(part, to.at[slot], full, collective_axes=axes)
 
-            plgpu.copy_gmem_to_smem(part(self.a, row, TILE_M), self.scratch.a.at[slot], full)
-            plgpu.copy_gmem_to_smem(
-                part(self.b, column, TILE_N),
-                self.scratch.b.at[slot],
-                full,
-                collective_axes="cluster",
-            )
+            copy(self.a, row, self.scratch.a)
+            copy_b = partial(copy, self.b, column, self.scratch.b)
+            pl.when(shares)(partial(copy_b, "cluster"))
+            pl.when(jnp.logical_not(shares))(copy_b)
 
         return load_step
 
-    def multiply(self, sums: Ref, slot: jax.Array, half: jax.Array) -> None:
-        a, b, rows = self.scratch.a, self.scratch.b, pl.ds(half * HALF, HALF)
-        if self.by_columns:
-            plgpu.wgmma(sums, a.at[slot, :, rows].T, b.at[slot])
-        else:
-            plgpu.wgmma(sums, a.at[slot, rows], b.at[slot].T)
+    def multiply(self, sums: Ref, slot: jax.Array, warpgroup: jax.Array) -> None:
+        del warpgroup
+        a, b = self.scratch.a.at[slot], self.scratch.b.at[slot]
+        plgpu.wgmma(sums, *((a.T, b) if self.by_columns else (a, b.T)))
 
-    def nothing(self) -> Tile:
-        """A tile of which no piece is on or below the diagonal."""
-        empty = jnp.zeros((HALF, PIECE), self.out.dtype)
-        return Tile((empty,) * PIECES, jnp.int32(0), jnp.int32(-1), jnp.int32(0))
-
-    def total(self, unit: jax.Array, half: jax.Array, sum_steps: SumSteps, before: Tile) -> Tile:
-        """Multiplies one half of a unit while it writes that of the unit before."""
-        matrix, row, column = self.corner(unit)
-        row = row + half * HALF
-        product, added, identity = (self.factors[matrix, i] for i in range(3))
+    def total(self, unit: jax.Array, warpgroup: jax.Array, sum_steps: SumSteps) -> Sums:
+        matrix, row, column, _ = self.place(unit)
+        factors = [self.factors[matrix, i] for i in range(3)]
 
         def load_addend():
-            tile = self.addend.at[matrix, pl.ds(row, HALF), pl.ds(column, TILE_N)]
-            pipeline.load_tile(tile, self.scratch.out.at[half], self.scratch.addend.at[half])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the tile before
+            for number in range(PIECES):
+                piece = self.addend.at[matrix, *self.piece(number, row, column)]
+                buffer = self.scratch.out.at[warpgroup, number]
+                plgpu.copy_gmem_to_smem(piece, buffer, self.scratch.addend.at[warpgroup])
 
-        during = [partial(self.write, before, half, number) for number in range(PIECES)]
-        sums = sum_steps(0, self.span(unit)[1], during + [load_addend] * self.has_addend)
-        if self.has_addend:
-            plgpu.barrier_wait(self.scratch.addend.at[half])
-        i, j = (pipeline.iota((HALF, PIECE), axis) for axis in range(2))
+        sums = sum_steps(0, self.span(unit)[1], load_addend if self.has_addend else None)
+        return Sums(sums, *factors)
 
-        def piece(number):
-            y = sums[:, number * PIECE : (number + 1) * PIECE] * product
-            if self.has_addend:
-                y = y + added * self.scratch.out.at[half, number][...].astype(jnp.float32)
-            on_diagonal = i - j == column + number * PIECE - row
-            return (y + jnp.where(on_diagonal, identity, 0.0)).astype(self.out.dtype)
-
-        return Tile(tuple(map(piece, range(PIECES))), matrix, row // HALF, column // TILE_N)
+    @staticmethod
+    def piece(number: int, row: Any, column: Any) -> tuple[Any, Any]:
+        """The rows and columns of a piece of the tile at this row and column."""
+        i, j = divmod(number, TILE // PIECE)
+        return pl.ds(row + i * PIECE, PIECE), pl.ds(column + j * PIECE, PIECE)
 
     @property
     def has_addend(self) -> bool:
         return len(self.addend.shape) == 3
 
-    def store(self, tile: Tile, half: jax.Array) -> None:
+    def store(self, unit: jax.Array, total: Sums, warpgroup: jax.Array) -> None:
+        """Writes the pieces on and below the diagonal, and their transposes."""
+        matrix, row, column, _ = self.place(unit)
+        if self.has_addend:
+            plgpu.barrier_wait(self.scratch.addend.at[warpgroup])
+        buffers = [self.scratch.out.at[warpgroup, i] for i in range(self.scratch.out.shape[1])]
         for number in range(PIECES):
-            self.write(tile, half, number)
+            i, j = divmod(number, TILE // PIECE)
+            sums = total.sums[i * PIECE : (i + 1) * PIECE, j * PIECE : (j + 1) * PIECE]
+            # The transpose is written from the buffer of the piece before, if there are several.
+            buffer, mirrored = buffers[number % len(buffers)], self.scratch.mirrored.at[warpgroup]
+            if number and self.has_addend:
+                mirrored = buffers[number - 1]
+            place = matrix, row + i * PIECE, column + j * PIECE
+            write = partial(self.write, total._replace(sums=sums), buffer, mirrored, place)
+            is_below = row > column
+            if i == j:
+                pl.when(row == column)(partial(write, on_diagonal=True))
+            elif i > j:
+                is_below = row >= column
+            pl.when(is_below)(partial(write, on_diagonal=False))
 
-    def write(self, tile: Tile, half: jax.Array, number: int) -> None:
-        """Writes a piece and its transpose, if it is on or below the diagonal."""
-        row, at = tile.row * HALF, tile.column * TILE_N + number * PIECE
-        pl.when(at < row)(partial(self._write, tile, half, number, on_diagonal=False))
-        pl.when(at == row)(partial(self._write, tile, half, number, on_diagonal=True))
+    def write(
+        self,
+        piece: Sums,
+        buffer: Ref,
+        mirrored: Ref,
+        place: tuple[jax.Array, jax.Array, jax.Array],
+        *,
+        on_diagonal: bool,
+    ) -> None:
+        """Writes a piece and its transpose. On the diagonal they are one piece.
 
-    def _write(self, tile: Tile, half: jax.Array, number: int, *, on_diagonal: bool) -> None:
-        buffers = [self.scratch.out.at[half, i] for i in range(self.scratch.out.shape[1])]
-        # The transpose is written from the buffer of the piece before, if there are several.
-        buffer, mirrored = buffers[number % len(buffers)], self.scratch.mirrored.at[half]
-        if number and self.has_addend:
-            mirrored = buffers[number - 1]
-        rows = pl.ds(tile.row * HALF, HALF)
-        columns = pl.ds(tile.column * TILE_N + number * PIECE, PIECE)
+        Args:
+          piece: its sums are [PIECE, PIECE].
+          buffer: of the piece; it holds that of the addend.
+          mirrored: the buffer of the transpose.
+          place: the matrix, and the piece's first row and column.
+          on_diagonal: whether row and column are equal.
+        """
+        matrix, row, column = place
+        rows, columns = pl.ds(row, PIECE), pl.ds(column, PIECE)
         # Copies of pieces and transposes take turns. All but these last ones have read their buffers.
         under_way = 2 if self.has_addend else 1
-        y = tile.pieces[number]
-        if on_diagonal:  # a piece and its transpose are one
+        y = piece.sums * piece.product
+        if self.has_addend:
+            y = y + piece.added * buffer[...].astype(jnp.float32)
+        if on_diagonal:
+            i, j = (pipeline.iota(y.shape, axis) for axis in range(2))
+            y = (y + jnp.where(i == j, piece.identity, 0.0)).astype(buffer.dtype)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             mirrored.T[...] = y
             plgpu.commit_smem()
-            i, j = (pipeline.iota(y.shape, axis) for axis in range(2))
             y = jnp.where(i >= j, y, mirrored[...])
             plgpu.commit_smem()
         else:
+            y = y.astype(buffer.dtype)
             if not self.has_addend:
                 plgpu.wait_smem_to_gmem(under_way, wait_read_only=True)
             buffer[...] = y
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(buffer, self.out.at[tile.matrix, rows, columns])
+            plgpu.copy_smem_to_gmem(buffer, self.out.at[matrix, rows, columns])
             plgpu.wait_smem_to_gmem(under_way, wait_read_only=True)
         mirrored.T[...] = y
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(mirrored, self.out.at[tile.matrix, columns, rows])
+        plgpu.copy_smem_to_gmem(mirrored, self.out.at[matrix, columns, rows])
 
 
 def symmetric_product(
@@ -216,24 +252,23 @@ def symmetric_product(
     if factors is None:
         factors = jnp.broadcast_to(jnp.float32([1, 1, 0]), (batch, 3))
     clusters = (multiprocessors or tiles.multiprocessors()) // CLUSTER
-    stages, pieces = (4, 1) if addend is None else (3, PIECES)
+    stages, pieces = (6, 1) if addend is None else (4, PIECES)
 
     def symmetric_kernel(a, b, addend, factors, result, *refs):
         a_ring, b_ring, pieces, mirrored, full, empty, arrived = refs
         scratch = Scratch(a_ring, b_ring, pieces, full, empty, arrived, mirrored=mirrored)
         inputs, block = (a, b, addend, factors, result), lax.axis_index("block")
         work = SymmetricWork(*inputs, scratch, by_columns, stages, block, clusters)
-        pipeline.run_late_writes(work, scratch)
+        pipeline.run_in_turns(work, scratch)
 
-    arrivals: dict[str, Any] = dict(num_arrivals=2, num_barriers=stages)
-    ring = lambda length: (stages, STEP, length) if by_columns else (stages, length, STEP)
+    ring = (stages, STEP, TILE) if by_columns else (stages, TILE, STEP)
     scratch = (
-        pipeline.buffer(ring(TILE_M), a.dtype),
-        pipeline.buffer(ring(TILE_N), a.dtype),
-        pipeline.buffer((2, pieces, HALF, PIECE), a.dtype),
-        pipeline.buffer((2, PIECE, HALF), a.dtype),
-        plgpu.Barrier(**arrivals),
-        plgpu.ClusterBarrier(collective_axes=("cluster",), **arrivals),
+        pipeline.buffer(ring, a.dtype),
+        pipeline.buffer(ring, a.dtype),
+        pipeline.buffer((2, pieces, PIECE, PIECE), a.dtype),
+        pipeline.buffer((2, PIECE, PIECE), a.dtype),
+        plgpu.Barrier(num_arrivals=2, num_barriers=2 * stages),
+        plgpu.ClusterBarrier(collective_axes=("cluster",), num_arrivals=1, num_barriers=stages),
         plgpu.Barrier(num_arrivals=pieces, num_barriers=2),
     )
     return pipeline.kernel(

@@ -192,7 +192,7 @@ class MatmulWork(TiledWork):
                 self.scratch.addend.at[half],
             )
 
-        sums = sum_steps(0, self.span(unit)[1], [load_addend] * spec.addend)
+        sums = sum_steps(0, self.span(unit)[1], load_addend if spec.addend else None)
         return Sums(sums, row_scale, bias)
 
     def pieces(self) -> range:
