@@ -21,6 +21,7 @@ from swjax.linear.api import gated_mlp, plain_weight, switchback
 from swjax.linear.checks import check_activation
 from swjax.linear.contraction import DotGeneral, dot_general
 from swjax.linear.conversion import (
+    MAY_IGNORE,
     NOT_RUN,
     TAKES_NONE,
     UNMATCHED,
@@ -328,6 +329,8 @@ class _Interceptor:
             matched = self._match(path)
             recipe = matched or _recipe_given(module)
             reason = "" if recipe else UNMATCHED
+            if recipe and not is_of_flax and not isinstance(module, Dense):
+                reason = MAY_IGNORE
             result = self._run_linear(module, path, matched, call, args, kwargs, is_of_flax)
         elif isinstance(module, nn.Einsum):
             recipe = self._match(path)

@@ -20,6 +20,7 @@ from swjax.linear.api import plain_weight, switchback
 from swjax.linear.checks import OPERAND_DTYPES, check_activation, weight_array
 from swjax.linear.contraction import DotGeneral, dot_general
 from swjax.linear.conversion import (
+    MAY_IGNORE,
     NO_LAYOUT,
     TAKES_NONE,
     UNMATCHED,
@@ -437,7 +438,7 @@ def quantize_model(
         if not switched:
             raise ValueError(
                 f"the rules 'llm' need linear layers of Flax other than heads and routers, got none in a "
-                f"{type(model).__name__}: swjax.quantized(fn, \"llm\") converts layers of any kind"
+                f'{type(model).__name__}: swjax.quantized(fn, "llm") converts layers of any kind'
             )
         rules = {re.escape(path): "switchback" for path in switched}
     get_all(rules)  # refuses unknown ones
@@ -631,6 +632,9 @@ def _recipe_of(path: str, modules: dict[str, nnx.Module]) -> tuple[Recipe | None
         return None, kept.reason(kind) if kind else UNMATCHED
     kernel = getattr(module, "kernel", None)
     falls_back = product.layout is None and kernel is not None and _spec(kernel) is not None
+    if isinstance(module, nnx.Linear | nnx.LinearGeneral | nnx.Einsum):
+        if not type(module).__call__.__module__.startswith(("flax.", "swjax.")):
+            return product.recipe, MAY_IGNORE
     return product.recipe, NO_LAYOUT if falls_back else ""
 
 

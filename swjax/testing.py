@@ -60,9 +60,9 @@ def assert_quantized(
 
     Args:
       fn: a function, jitted or not, or an NNX model or its method; it is compiled for `args`, but not run.
-      *args, **kwargs: arrays, `jax.ShapeDtypeStruct`s or models; others are static. Pass a model that `fn` uses as an
-        argument, as in `assert_quantized(lambda model, x: model(x), model, x)`: Flax refuses to change the
-        random state of a model that `fn` closes over, such as that of dropout.
+      *args, **kwargs: arrays, `jax.ShapeDtypeStruct`s or models; others are static. Pass a model that `fn`
+        uses as an argument, as in `assert_quantized(lambda model, x: model(x), model, x)`: Flax refuses to
+        change the random state of a model that `fn` closes over, such as that of dropout.
       dtype: "int8", "float8_e4m3fn" or "float8_e5m2".
       count: required number of such products; None requires at least one.
 

@@ -200,6 +200,7 @@ def test_the_first_nonfinite_of_complex_arrays_and_numbers():
 
     assert first(x=jnp.array([1, 1j * np.nan], jnp.complex64), loss=float("nan")) == "x"
     assert first(x=1.0, y={"a": 3, "b": float("inf")}) == "y b"
+    assert first(state=nnx.State({"w": nnx.Param(jnp.array(np.nan))})) == "state w"
     assert first(x=1.0, y=2 + 1j) is None
     assert first(x=jnp.arange(3)) is None
     assert first() is None

@@ -7,6 +7,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
@@ -162,6 +163,9 @@ def test_what_an_nnx_model_changes_in_itself_changes():
         own(X)
     assert converted.dropout.rngs.count[...] == own.dropout.rngs.count[...] == 2
     np.testing.assert_allclose(converted.norm.mean[...], own.norm.mean[...], atol=0.01)
+    optimizer = nnx.Optimizer(own, optax.sgd(0.1), wrt=nnx.Param)
+    with pytest.raises(TypeError, match="updates no parameters, got an nnx.Optimizer .* the loss"):
+        swjax.quantized(lambda model, optimizer: None, "llm")(own, optimizer)
 
 
 def test_a_linen_model_equals_its_interceptor():
@@ -460,7 +464,7 @@ def test_the_first_rule_counts_and_a_recipe_may_be_one_of_yours():
     [
         ({"layer": "swichback"}, None, "recipe must be one of"),
         ("lm", None, "recipes must map regular expressions"),
-        ("llm", nn.Dense(8), "needs a function of parameters, got the module Dense: pass its apply"),
+        ("llm", nn.Dense(8), "needs a function .* got the module Dense: pass its apply"),
         (
             {"kernel": "switchback"},
             lambda w, x: x @ w["w"],

@@ -337,24 +337,32 @@ def test_policies_of_jax_save_16_bit_outputs(recipe, where, monkeypatch):
             assert {dtype for _, dtype in saved_by(policy, fused, x, ws)} == {"bfloat16"}
 
 
+@pytest.mark.parametrize("where", ["one device", "an explicit mesh"])
 @pytest.mark.parametrize("recipe", ["standard", "switchback_q"])
-def test_a_scan_stacks_no_copy_of_a_parameter(recipe):
+def test_a_scan_stacks_no_copy_of_a_parameter(recipe, where):
     """The backward pass reads parameters in high precision from the input of the scan."""
-    x, sizes = jax.ShapeDtypeStruct((8, 16), jnp.bfloat16), jnp.array([5, 3])
-    sides = (16, 32), (16, 32), (32, 16)
-    stack = lambda *of: tuple(jax.ShapeDtypeStruct((3, *of, *side), jnp.float32) for side in sides)
+    mesh = jax.make_mesh((2,), ("fsdp",), (AxisType.Explicit,)) if "mesh" in where else None
+    sharded = lambda *spec: mesh and jax.NamedSharding(mesh, P(*spec))
+    x = jax.ShapeDtypeStruct((8, 16), jnp.bfloat16, sharding=sharded("fsdp"))
+    sizes, sides = jnp.array([5, 3]), ((16, 32), (16, 32), (32, 16))
+
+    def stack(*of):
+        spec = sharded(*(None,) * (1 + len(of)), "fsdp")
+        shapes = ((3, *of, *side) for side in sides)
+        return tuple(jax.ShapeDtypeStruct(shape, jnp.float32, sharding=spec) for shape in shapes)
 
     def layer(x, ws):
         (gate, up, down), experts = ws
         x = swjax.switchback(swjax.switchback(x, up, recipe=recipe), down, recipe=recipe)
         x = swjax.gated_mlp(x, gate, up, down, recipe=recipe)
-        return swjax.gated_ragged_mlp(x, *experts, sizes, recipe=recipe), None
+        if mesh is None:
+            x = swjax.gated_ragged_mlp(x, *experts, sizes, recipe=recipe)
+        return x, None
 
-    ws = stack(), stack(2)
     loss = lambda ws, x: jnp.sum(lax.scan(layer, x, ws)[0])
-    forward, _ = (
-        eqn for eqn in jax.make_jaxpr(jax.grad(loss))(ws, x).eqns if eqn.primitive.name == "scan"
-    )
+    with jax.set_mesh(mesh) if mesh else nullcontext():
+        eqns = jax.make_jaxpr(jax.grad(loss))((stack(), stack(2)), x).eqns
+    forward, _ = (eqn for eqn in eqns if eqn.primitive.name == "scan")
     stacked = {(each.aval.shape[-2:], each.aval.dtype.name) for each in forward.outvars[1:]}
     assert not stacked & {((16, 32), "float32"), ((32, 16), "float32")}, stacked
 

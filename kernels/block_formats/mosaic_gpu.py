@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from swjax.kernels import tiles
 from swjax.kernels.availability import Unavailable
 from swjax.kernels.block_formats.reference import Blocks
-from swjax.kernels.block_formats.tiles import OF_SEGMENTS, OF_SQUARES, BlockTile
+from swjax.kernels.block_formats.tiles import TILE, BlockTile
 from swjax.kernels.mosaic_gpu import pipeline
 from swjax.kernels.mosaic_gpu.pipeline import HALF, LINE, TILE_M, Fold, Ref, Scratch, SumSteps
 from swjax.kernels.products.mosaic_gpu.product import TiledWork
@@ -167,7 +167,7 @@ def block_matmul(
     k = a.values.shape[-1]
     m, n = a.values.size // k, b.values.shape[0]
     squares = b.scales.shape[0] < n
-    tile = tile or (OF_SQUARES if squares else OF_SEGMENTS)
+    tile = tile or TILE
     cluster = 2 if m > TILE_M else 1
     spec = BlockProductSpec(
         m=m,

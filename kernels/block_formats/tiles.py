@@ -17,5 +17,5 @@ class BlockTile(NamedTuple):
     width: int
 
 
-OF_SQUARES = BlockTile(columns=256, stages=4, width=8)
-OF_SEGMENTS = BlockTile(columns=256, stages=4, width=8)
+# The fastest of those in benchmarks/notes/speed.md whose GPU tests were run.
+TILE = BlockTile(columns=256, stages=4, width=8)

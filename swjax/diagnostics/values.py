@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from swjax.diagnostics.names import FEATURE_MAX, FEATURE_MEAN, RMS
-from swjax.optax import adamw_rms_by_path, rms_by_path
+from swjax.optax import adamw_rms_by_path, path_name, rms_by_path
 
 
 def norms(**trees: Any) -> dict[str, jax.Array]:
@@ -91,7 +91,7 @@ def first_nonfinite(**trees: Any) -> NamedIndex:
 def _floats(kind: str, tree: Any) -> list[tuple[str, Any]]:
     """(name, leaf) of the real and complex leaves of a tree; Python numbers become NumPy arrays."""
     named = jax.tree_util.tree_leaves_with_path(tree)
-    name = lambda path: f"{kind} {jax.tree_util.keystr(path, simple=True, separator='/')}".strip()
+    name = lambda path: f"{kind} {path_name(path)}".strip()
     arrays = [(path, x if hasattr(x, "dtype") else np.asarray(x)) for path, x in named]
     return [(name(path), x) for path, x in arrays if jnp.issubdtype(x.dtype, jnp.inexact)]
 

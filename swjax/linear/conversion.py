@@ -12,6 +12,7 @@ from swjax.recipes import Product, Recipe
 UNMATCHED = "no expression matches its path"
 TAKES_NONE = "takes no dot_general"
 NO_LAYOUT = "no layout: XLA multiplies on meshes of type Auto"
+MAY_IGNORE = "unless its own code ignores dot_general"
 NOT_RUN = "its code did not run: unused, or compiled before"
 _KEPT = ("head", "output", "router", "gate", "embedding")  # see `warn_if_only_kept`
 _VECTORS = ("bias", "scale")  # never matrices, even with several axes

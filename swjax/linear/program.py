@@ -18,7 +18,13 @@ from jax.sharding import PartitionSpec as P
 
 from swjax import auto, kept, recipes
 from swjax.linear.contraction import dot_general
-from swjax.linear.conversion import TAKES_NONE, UNMATCHED, Matrix, warn_if_only_kept
+from swjax.linear.conversion import (
+    NO_LAYOUT,
+    TAKES_NONE,
+    UNMATCHED,
+    Matrix,
+    warn_if_only_kept,
+)
 from swjax.linear.frozen import FrozenWeight, freeze
 from swjax.linear.layouts import TOKENS, known_spec
 from swjax.linear.program_plan import Choice, Origin, Planner
@@ -175,10 +181,20 @@ def _traced(fn: Callable, params: Any, args: tuple, kwargs: dict) -> _Program:
 
 
 def _variables(tree: Any) -> list[Any]:
-    """The Flax NNX variables of a tree that are no parameters."""
+    """The Flax NNX variables of a tree that are no parameters.
+
+    Raises:
+      TypeError: the tree has an optimizer, which would update a copy of the parameters.
+    """
     if (nnx := sys.modules.get("flax.nnx")) is None:
         return []
-    leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, nnx.Variable))
+    kinds = (nnx.Variable, nnx.Optimizer)
+    leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kinds))
+    if any(isinstance(leaf, nnx.Optimizer) for leaf in leaves):
+        raise TypeError(
+            "swjax.quantized needs a function that updates no parameters, got an nnx.Optimizer as an "
+            "argument: convert the loss, and update the parameters outside of it"
+        )
     return [x for x in leaves if isinstance(x, nnx.Variable) and not isinstance(x, nnx.Param)]
 
 
@@ -199,7 +215,7 @@ def products_of(
         if matrix.recipe is not None:
             plain = matrix.recipe.fwd is None
             reason = "its recipe has no 8-bit forward product" if plain else _REACHED[1]
-            reason = matrix.reason or reason  # no layout
+            reason = NO_LAYOUT if matrix.reason == NO_LAYOUT else reason
         name = f"{matrix.path}/{matrix.name}".lstrip("/")
         for path in choices:
             if re.fullmatch(rf"(?:params/)?{re.escape(name)}(?:/(?:values|scale|0|1))?", path):
@@ -267,7 +283,8 @@ def quantized(
       A function with the arguments of `fn`, and a method `report` with the same arguments.
 
     Raises:
-      TypeError: `fn` is a module of Flax instead of a function of its parameters.
+      TypeError: `fn` is a module of Flax instead of a function of its parameters; or, in a call, an argument
+        is an `nnx.Optimizer`.
       ValueError: a recipe does not exist; or, in a call, an expression matches no parameter, a rule names a
         parameter of integers that is multiplied, or no recipe supports a product.
 

@@ -166,74 +166,65 @@ class Planner:
     def _product(self, eqn, found: Origins, repeats: int, opaque: str) -> Step:
         """Lists a `dot_general`, also a ragged one, and decides whether it follows a recipe."""
         lhs, rhs = (atom.aval for atom in eqn.invars[:2])
-        found = found[:2]
-        ragged = eqn.params.get("ragged_dot_dimension_numbers")
-        groups = tuple(ragged.rhs_group_dimensions) if ragged else ()
-        dimension_numbers = (
-            ragged.dot_dimension_numbers if ragged else eqn.params["dimension_numbers"]
-        )
+        ragged, groups, dimension_numbers = _dimensions(eqn)
         equation = equation_of(dimension_numbers, lhs.ndim, rhs.ndim, groups)
         (_, contracted), (_, batch) = dimension_numbers
-        columns = [
-            size
-            for axis, size in enumerate(rhs.shape)
-            if axis not in {*contracted, *batch, *groups}
-        ]
-        at = 0 if found[1] is None else 1
-        origin, choice = found[at], Choice(None)
-        quantized = {lhs.dtype.name, rhs.dtype.name} <= {*QUANTIZED_DTYPES}
-        if quantized:
-            reason = "already quantized"
-        elif origin is None:
-            reason = "both operands are activations"
-        elif found[1 - at] is not None or not origin.paths:
-            reason = "one operand is a constant, or both are parameters"
-        elif opaque or origin.changed:
-            reason = opaque or f"{origin.changed} changes the parameter first"
-        else:
-            choice = self.choices[origin.paths[0]]
-            if ragged and ragged.lhs_ragged_dimensions and choice.automatic:
-                rows, count = lhs.shape[ragged.lhs_ragged_dimensions[0]], rhs.shape[groups[0]]
-                if few_rows := auto.few_rows(rows, count, origin.dtype.itemsize):
-                    choice = Choice(None, few_rows)
-            reason = choice.reason
+        summed = {*contracted, *batch, *groups}
+        columns = [size for axis, size in enumerate(rhs.shape) if axis not in summed]
+        choice, at = self._choose(eqn, found, opaque), 0 if found[1] is None else 1
+        recipe, reason, origin = choice.recipe, choice.reason, found[at]
         layout, order = None, tuple(range(len(contracted)))
         experts = groups or tuple(dimension_numbers[1][at])
-        if choice.recipe is not None and origin is not None and origin.paths[0] in self.specs:
+        if recipe is not None and origin is not None and origin.paths[0] in self.specs:
             if origin.spec is not None:
                 axes = dimension_numbers[0][at], experts
                 layout, order = self._layout(origin.spec, *axes)
             reason = "" if layout else NO_LAYOUT
         product = TracedProduct(
-            " + ".join(dict.fromkeys(path for o in found if o for path in o.paths)),
+            " + ".join(dict.fromkeys(path for o in found[:2] if o for path in o.paths)),
             f"ragged {equation}" if ragged else equation,
             (lhs.shape, rhs.shape),
             2 * lhs.size * math.prod(columns) * repeats,
-            choice.recipe,
+            recipe,
             reason,
-            quantized or (choice.recipe is not None and choice.recipe.fwd is not None),
+            _are_quantized(lhs, rhs) or (recipe is not None and recipe.fwd is not None),
             eqn.source_info.traceback,
         )
         self.products.append(product)
-        if choice.recipe is None or origin is None:
+        if recipe is None or origin is None:
             return Step(as_it_is, eqn)
         if not jnp.issubdtype(origin.dtype, jnp.floating):
             raise unsupported(product, f"its dtype is {origin.dtype}, but recipes quantize floats")
-        execute = partial(
-            multiply_ragged if ragged else multiply,
-            product=product,
-            recipe=choice.recipe,
-            implementation=self.implementation,
-            at=at,
-            layout=layout,
-        )
-        contracted = tuple(dimension_numbers[0][at][i] for i in order)
         if origin.moves is None:
             self._note_used([origin])
         else:
-            reading = Reading(origin.moves, contracted, experts)
+            along = tuple(dimension_numbers[0][at][i] for i in order)
+            reading = Reading(origin.moves, along, experts)
             self.readings.setdefault(origin.paths[0], {})[str(reading)] = reading
-        return Step(execute if ragged else partial(execute, order=order), eqn)
+        options: dict[str, Any] = {"recipe": recipe, "implementation": self.implementation}
+        options |= {"product": product, "at": at, "layout": layout}
+        if ragged:
+            return Step(partial(multiply_ragged, **options), eqn)
+        return Step(partial(multiply, order=order, **options), eqn)
+
+    def _choose(self, eqn, found: Origins, opaque: str) -> Choice:
+        """The recipe of a `dot_general`, also a ragged one, or the reason why it has none."""
+        lhs, rhs = (atom.aval for atom in eqn.invars[:2])
+        origin, *others = [*filter(None, found[:2]), None]
+        if _are_quantized(lhs, rhs):
+            return Choice(None, "already quantized")
+        if origin is None:
+            return Choice(None, "both operands are activations")
+        if len(others) > 1 or not origin.paths:
+            return Choice(None, "one operand is a constant, or both are parameters")
+        if opaque or origin.changed:
+            return Choice(None, opaque or f"{origin.changed} changes the parameter first")
+        choice, (ragged, groups, _) = self.choices[origin.paths[0]], _dimensions(eqn)
+        if choice.automatic and ragged and ragged.lhs_ragged_dimensions:
+            rows, count = lhs.shape[ragged.lhs_ragged_dimensions[0]], rhs.shape[groups[0]]
+            if few_rows := auto.few_rows(rows, count, origin.dtype.itemsize):
+                return Choice(None, few_rows)
+        return choice
 
     def _layout(
         self, spec: tuple, contracted: Sequence[int], experts: Sequence[int]
@@ -335,6 +326,18 @@ class Planner:
                 unknown: Origins = [None] * len(jaxpr.invars)
                 aligned = found if len(found) == len(unknown) else unknown
                 self.plan(jaxpr, aligned, repeats, opaque or f"inside {name}")
+
+
+def _dimensions(eqn: Any) -> tuple[Any, tuple[int, ...], Any]:
+    """What a ragged product adds, or None; rhs's axes of groups; and the numbers of a `dot_general`."""
+    ragged = eqn.params.get("ragged_dot_dimension_numbers")
+    if ragged is None:
+        return None, (), eqn.params["dimension_numbers"]
+    return ragged, tuple(ragged.rhs_group_dimensions), ragged.dot_dimension_numbers
+
+
+def _are_quantized(lhs: Any, rhs: Any) -> bool:
+    return {lhs.dtype.name, rhs.dtype.name} <= {*QUANTIZED_DTYPES}
 
 
 def _moved(eqn: Any, origin: Origin, shape: tuple[int, ...]) -> Origin:

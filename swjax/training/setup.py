@@ -187,7 +187,7 @@ def model_config(config: ConfigDict) -> clip.CLIPConfig:
     }
     if c.embed_dim:
         sizes["embed_dim"] = c.embed_dim
-    elif c.architecture == "siglip":  # SigLIP's embedding is the pooled patches, without a projection
+    elif c.architecture == "siglip":  # its embedding is the pooled patches, without a projection
         sizes["embed_dim"] = c.vision.width or preset(c.name).vision.width
     if c.attention in ("cudnn", "fused") and targets.platform() != "gpu":
         raise ConfigError(
@@ -195,16 +195,14 @@ def model_config(config: ConfigDict) -> clip.CLIPConfig:
         )
     if config.train.loss == "sigmoid":  # SigLIP's initial values
         sizes |= {"init_logit_scale": math.log(10), "init_logit_bias": -10.0}
-    same = (
-        *("architecture", "recipe", "dtype", "remat", "scan_layers", "qk_norm", "gelu"),
-        "patch_dropout",
-    )
+    same = ("recipe", "dtype", "remat", "scan_layers", "qk_norm", "gelu", "patch_dropout")
     adapted = config.optimizer.lora
     with blame("optimizer.lora"):
         of_lora = LoRA(**adapted) if adapted.rank else None
     with blame("model"):
         return clip.config(
             preset(c.name),
+            architecture=c.architecture,
             attention=c.attention or None,
             layer_scale=0.0 if c.layer_scale else None,
             lora=of_lora,
