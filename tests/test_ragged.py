@@ -81,8 +81,11 @@ def plainly(prologue, x):
     rows = x.astype("float32")
     if isinstance(prologue, swjax.LayerNorm):
         rows -= rows.mean(-1, keepdims=True)
-    rows *= jax.lax.rsqrt((rows**2).mean(-1, keepdims=True) + prologue.epsilon) * prologue.scale
-    return (rows + getattr(prologue, "bias", 0.0)).astype(x.dtype)
+    rows *= jax.lax.rsqrt((rows**2).mean(-1, keepdims=True) + prologue.epsilon)
+    rows *= prologue.scale[None]
+    if isinstance(prologue, swjax.LayerNorm):
+        rows += prologue.bias[None]
+    return rows.astype(x.dtype)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +94,6 @@ def plainly(prologue, x):
         ("gelu", "switchback", "float32"),
         ("gelu", "standard", "bfloat16"),
         ("gelu_tanh", "fp8_switchback", "float32"),
-        ("gelu", "fp8_static", "float32"),
         ("rms_norm", "switchback_q", "float32"),
         ("layer_norm", "switchback_m", "float32"),
         ("layer_norm", "standard", "float32"),
