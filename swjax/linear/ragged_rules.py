@@ -13,7 +13,7 @@ from swjax.kernels.reference import QTensor, dequantize
 from swjax.linear import experts
 from swjax.linear.interception import without_interception
 from swjax.linear.layer import Layer, Operand
-from swjax.linear.prologues import Prologue, apply_backward, input_spec
+from swjax.linear.prologues import Gated, Prologue, apply_backward, input_spec
 from swjax.linear.rules import differentiated_as, quantized_input
 
 # --- one layer ----------------------------------------------------------------------------------------
@@ -27,8 +27,8 @@ class RaggedInput(NamedTuple):
       prologue: the prologue, or None.
     """
 
-    x: jax.Array
-    prologue: Prologue | None
+    x: Any
+    prologue: Prologue | Gated | None
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -56,19 +56,20 @@ def _ragged_forward(before, w, group_sizes, layer: Layer):
 def _ragged_backward(layer: Layer, residuals, g):
     inputs = residuals[:3]
     ((x, prologue), _, sizes, saved, output), constant = lax.stop_gradient((residuals, g))
+    rows: Any  # None after a prologue if no weight gradient reads them
     rows, (w,) = _restored(x, saved, (layer,))
     lhs = _quantized_gradient(constant, layer)
-    dx, dprologue = experts.input_gradient(lhs, w, sizes, layer), None
+    dx = experts.input_gradient(lhs, w, sizes, layer)
+    dbefore = RaggedInput(dx, None)
     if prologue is not None:
         recompute = output is None and layer.w_dtype is not None
         options: dict[str, Any] = {"quantize_to": None, "recompute": recompute}
         x = experts.rows_of_groups(x, sizes, input_spec(prologue, layer), layer)
         (of_x,), dprologue, recomputed = apply_backward(prologue, x, (dx,), None, layer, **options)
-        dx, rows = of_x.array, recomputed if recompute else output
+        dbefore, rows = RaggedInput(of_x.array, dprologue), recomputed if recompute else output
     (dw,) = experts.weight_gradients(rows, (constant,), sizes, (layer,))
     exact = partial(_exact_gradients, partial(_exact, layer))
-    grads = RaggedInput(dx, dprologue), dw
-    return *differentiated_as(exact, grads, *inputs, g), None
+    return *differentiated_as(exact, (dbefore, dw), *inputs, g), None
 
 
 ragged.defvjp(_ragged_forward, _ragged_backward)
@@ -76,7 +77,9 @@ ragged.defvjp(_ragged_forward, _ragged_backward)
 
 def _left(rows: Operand) -> jax.Array | QTensor:
     """The form of rows that a product reads."""
-    return rows.array if rows.quantized is None else rows.quantized
+    lhs = rows.array if rows.quantized is None else rows.quantized
+    assert lhs is not None, "see `quantized_input`"
+    return lhs
 
 
 def _quantized_gradient(g: jax.Array, layer: Layer) -> jax.Array | QTensor:
