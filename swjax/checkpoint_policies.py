@@ -106,7 +106,8 @@ def finish_gradients(params: Any, x: Any) -> tuple[Any, Any]:
     On several GPUs, XLA runs the weight gradients of all blocks after the input gradients of all blocks, and
     keeps their operands until then. To limit this to one block, call the function at the input of each block,
     with the parameters of the next one. Values and gradients do not change. The next block's gradients are
-    still reduced over devices while this block's are computed.
+    still reduced over devices while this block's are computed. Forward mode, such as `jax.jvp`, is not
+    supported.
 
     Args:
       params: tree of arrays, the parameters of the next block.

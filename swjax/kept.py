@@ -51,7 +51,7 @@ def kept_kind_among(path: str, paths: Collection[str]) -> str:
 
 
 def reason(kind: str) -> str:
-    """Why a report lists a parameter of a kind without a recipe.
+    """The reason in reports why a parameter of this kind has no recipe.
 
     >>> reason("output")
     'the head stays in 16 bits'

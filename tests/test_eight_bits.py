@@ -119,7 +119,7 @@ def test_small_arrays_and_other_fields_stay():
         ({}, lambda optimizer: optimizer),
         ({"block_axes": {"w": 0, "v": None, "b": None}}, partial(per_tensor_guard, scale=1.0)),
         (
-            {"block_axes": {"w": 1, "v": (), "b": None}},
+            {"block_axes": {"w": 2, "v": (), "b": None}},
             partial(optax.apply_if_finite, max_consecutive_errors=1),
         ),
     ],

@@ -83,9 +83,8 @@ class Layer:
         if quantizer.block_format not in targets.block_formats(mesh):
             return False
         parts = quantizer.block * (1 if mesh is None else mesh.size)
-        known = [
-            length for length in lengths if isinstance(length, int)
-        ]  # not those of `jax.export`
+        # Symbolic lengths of `jax.export` are no integers.
+        known = [length for length in lengths if isinstance(length, int)]
         for length in known:
             auto.warn_of_length(length, parts)
         return len(known) == len(lengths) and not any(length % parts for length in known)

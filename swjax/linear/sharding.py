@@ -100,7 +100,8 @@ class Sharding:
     def place(self, array: jax.Array | None, spec: Spec) -> jax.Array | None:
         """Reshards `array` to `spec` if the mesh is explicit; on other meshes XLA reshards.
 
-        An array with this sharding stays the same variable, which a `jax.lax.scan` knows as its own slice.
+        Returns an array with this sharding unchanged, because a `jax.lax.scan` over layers copies what is not
+        a slice of its own input.
         """
         if array is None or self.mesh is None or AxisType.Explicit not in self.mesh.axis_types:
             return array

@@ -21,7 +21,7 @@ class EightBits(NamedTuple):
     """An array in 8 bits: sign(codes) float32(base + step |codes|), and 0 for the code 0.
 
     float32(i) is the number whose bits are those of the integer i: a logarithm, linear between powers of two.
-    Neighbouring magnitudes so differ by nearly equal ratios, and integers alone define the result.
+    So neighbouring magnitudes differ by nearly equal ratios, and integers alone define the result.
 
     Attributes:
       codes: int8, with the shape of the array.

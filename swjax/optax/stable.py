@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from swjax.optax.checks import rate_at, require_dtype, require_learning_rate, require_number
-from swjax.optax.codes import EightBits, decode, encode, ranges_of
+from swjax.optax.codes import EightBits, Ranges, decode, encode, ranges_of
 from swjax.optax.tensors import (
     TensorValues,
     as_arrays,
@@ -311,17 +311,20 @@ def _step(p, g, m, v, s: Scalars, block_axes: tuple[int, ...], seed, *, decays, 
         options = {"reduced": reduced, "decays": decays, "decoupled": decoupled}
         return algorithm_2(p, g, m.astype(dtype), v, s, rms=rms, **options)
 
-    are_encoded = isinstance(m, EightBits) and isinstance(v, EightBits)
-    if not are_encoded or p.ndim - 1 not in reduced:
-        change, m, v, rms = step(m, v)
-        return change, m, v, jnp.squeeze(rms, reduced)
-    _, new_m, new_v, _ = step(m, v)
-    _, _, same_v, _ = step(*jax.lax.optimization_barrier((m, v)))
-    ranges, (sums,) = ranges_of(new_m, new_v, summed=[rms_terms(g * g, same_v, s.eps)])
-    rms = _root_mean(sums, p.shape, reduced)
-    m, v, rms, ranges = jax.lax.optimization_barrier((m, v, rms, ranges))
-    change, m, v, _ = step(m, v, rms)
-    m, v = (encode(x, seed, ranges[half], half) for half, x in enumerate((m, v)))
+    rms: jax.Array | None = None
+    ranges: Sequence[Ranges | None] = (None, None)
+    if isinstance(m, EightBits) and isinstance(v, EightBits) and p.ndim - 1 in reduced:
+        _, new_m, new_v, _ = step(m, v)
+        _, _, same_v, _ = step(*jax.lax.optimization_barrier((m, v)))
+        ranges, (sums,) = ranges_of(new_m, new_v, summed=[rms_terms(g * g, same_v, s.eps)])
+        rms = _root_mean(sums, p.shape, reduced)
+        m, v, rms, ranges = jax.lax.optimization_barrier((m, v, rms, ranges))
+    change, *new, rms = step(m, v, rms)
+    # In the form of the old ones: `optax.MultiSteps` and others select between the two.
+    m, v = (
+        encode(x, seed, ranges[half], half) if isinstance(old, EightBits) else x
+        for half, (old, x) in enumerate(zip((m, v), new))
+    )
     return change, m, v, jnp.squeeze(rms, reduced)
 
 
