@@ -63,6 +63,93 @@ def test_each_expert_is_a_layer_of_its_own_rows(recipe, dtype):
         assert matrix_products(with_gradients, layer, x, W, g)["s8", "s8"] == count
 
 
+# --- an operation on x before the layer -----------------------------------------------------------------
+
+SCALE, SHIFT = 1.0 + X[0] / 4, X[1]
+PROLOGUES = {
+    "gelu": swjax.Gelu(),
+    "gelu_tanh": swjax.Gelu(approximate=True),
+    "rms_norm": swjax.RMSNorm(SCALE),
+    "layer_norm": swjax.LayerNorm(SCALE, SHIFT),
+}
+
+
+def plainly(prologue, x):
+    """The prologue in JAX's own operations, which JAX differentiates."""
+    if isinstance(prologue, swjax.Gelu):
+        return jax.nn.gelu(x, approximate=prologue.approximate)
+    rows = x.astype("float32")
+    if isinstance(prologue, swjax.LayerNorm):
+        rows -= rows.mean(-1, keepdims=True)
+    rows *= jax.lax.rsqrt((rows**2).mean(-1, keepdims=True) + prologue.epsilon)
+    rows *= prologue.scale[None]
+    if isinstance(prologue, swjax.LayerNorm):
+        rows += prologue.bias[None]
+    return rows.astype(x.dtype)
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe", "dtype"),
+    [
+        ("gelu", "switchback", "float32"),
+        ("gelu", "standard", "bfloat16"),
+        ("gelu_tanh", "fp8_switchback", "float32"),
+        ("rms_norm", "switchback_q", "float32"),
+        ("layer_norm", "switchback_m", "float32"),
+        ("layer_norm", "standard", "float32"),
+        ("rms_norm", "switchback_hadamard", "bfloat16"),
+    ],
+)
+def test_a_prologue_comes_before_the_product(name, recipe, dtype):
+    """Rows beyond the groups, whatever they are, change no gradient, also that of the norm's scale."""
+    x, g, prologue = X.astype(dtype), G.astype(dtype), PROLOGUES[name]
+    layer = partial(swjax.ragged_switchback, group_sizes=SIZES, recipe=recipe)
+    ours = lambda x, of: layer(x, of[0], prologue=of[1])
+    got = with_gradients(ours, x.at[STARTS[-1] :].set(jnp.nan), (W, prologue), g)
+    composed = lambda x, of: layer(plainly(of[1], x), of[0])
+    want = with_gradients(composed, x, (W, prologue), g)
+    # The layer of `switchback_m` reads the quantized x, and its prologue recomputes it. In 16 bits the
+    # derivative of the composition rounds more often.
+    error = 0.02 if recipe == "switchback_m" else 0.01 if dtype == "bfloat16" else 1e-3
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert a.dtype == b.dtype
+        a, b = (np.asarray(each, "float64") for each in (a, b))
+        assert np.linalg.norm(a - b) <= error * np.linalg.norm(b)
+    for rows in got[:2]:
+        assert not np.asarray(rows[STARTS[-1] :], "float32").any()
+
+
+def test_a_prologue_in_other_forms():
+    """Quantized weights, higher derivatives, a `jax.shard_map` that sums the gradient, and an error."""
+    layer = partial(swjax.ragged_switchback, group_sizes=SIZES)
+    loss = lambda layer, prologue, w: jnp.sum(jnp.sin(layer(X, w / 20, prologue=prologue)))
+    exact = lambda x, w, prologue: jax.lax.ragged_dot(plainly(prologue, x), w, SIZES)
+    norm = PROLOGUES["layer_norm"]
+    first = lambda fn, of: jax.tree.leaves(jax.grad(partial(loss, fn))(of, W))
+    second = lambda fn: jax.jit(jax.grad(lambda of: sum(jnp.sum(d**2) for d in first(fn, of))))
+    for a, b in zip(*(jax.tree.leaves(second(fn)(norm)) for fn in (layer, exact)), strict=True):
+        assert jnp.linalg.norm(a - b) < 0.05 * jnp.linalg.norm(b)
+
+    q = jax.vmap(swjax.quantize_weight)(W)
+    dx = lambda w: jax.grad(lambda x: jnp.vdot(layer(x, w, prologue=norm), G))(X)
+    np.testing.assert_allclose(jax.jit(dx)(q), jax.jit(dx)(W), rtol=1e-4, atol=1e-5)
+
+    mesh = jax.make_mesh((2,), ("experts",), axis_types=(AxisType.Auto,))
+    each = lambda x, w, sizes, of: swjax.ragged_switchback(x, w, sizes, prologue=of)
+    specs = {"in_specs": (*(P("experts"),) * 3, P()), "out_specs": P("experts")}
+    both = jax.shard_map(each, mesh=mesh, **specs)
+    arrays = [jnp.concatenate([a, a]) for a in (X, W, SIZES)]
+    summed = jax.jit(jax.grad(lambda of: jnp.sum(jnp.sin(both(*arrays, of)))))(norm)
+    one = jax.jit(jax.grad(lambda of: jnp.sum(jnp.sin(each(X, W, SIZES, of)))))(norm)
+    for a, b in zip(*map(jax.tree.leaves, (summed, one)), strict=True):
+        np.testing.assert_allclose(a, 2 * b, rtol=1e-4, atol=1e-5)
+
+    with pytest.raises(
+        ValueError, match=r"RMSNorm's scale must .* \(16,\) of x's features, got \(3,\)"
+    ):
+        layer(X, W, prologue=swjax.RMSNorm(jnp.ones(3)))
+
+
 # --- gate, up, activation, down -----------------------------------------------------------------------
 
 DOWN = jnp.asarray(RNG.normal(size=(3, N, K)), jnp.float32)

@@ -40,7 +40,7 @@ from numeric import snr_db
 import swjax
 import swjax.losses
 import swjax.nnx
-from swjax import Layout
+from swjax import Gelu, LayerNorm, Layout
 from swjax.kernels import dispatch
 from swjax.linear.conversion import NO_LAYOUT
 from swjax.linear.sharding import reduced
@@ -376,3 +376,29 @@ def test_experts_on_automatic_axes_have_layouts(axes, monkeypatch):
     want = loss(swjax.quantized(apply, {".*": "switchback"}))(params, x)
     for a, b in zip(*map(jax.tree.leaves, (program(*args), want)), strict=True):
         assert snr_db(a, b) > 60
+
+
+@pytest.mark.parametrize(
+    "kind, specs, norm",
+    [
+        ("explicit", (P("data"), P("data", None, "tensor")), LayerNorm(draw(32), draw(32))),
+        ("auto", (P("fsdp"), P("data", "tensor", "fsdp")), Gelu()),  # no device has a whole row
+        release("auto", (P("fsdp"), P("data", "tensor", "fsdp")), LayerNorm(draw(32), draw(32))),
+    ],
+)
+def test_experts_after_a_prologue(kind, specs, norm):
+    """The gradients, those of the norm included, are those of one device."""
+    x, w, g = draw(48, 32).at[41:].set(jnp.nan), draw(4, 32, 64, seed=1), draw(48, 64, seed=2)
+
+    def layer(layout, x, w, norm):
+        sizes = jnp.array([11, 0, 20, 10])  # experts begin within the rows of a device
+        return swjax.ragged_switchback(x, w, sizes, prologue=norm, layout=layout)
+
+    want = jax.jit(partial(gradients, partial(layer, None)))((x, w, norm), g)
+    mesh, (tokens, (experts, *matrix)) = make_mesh((2, 2, 2), KINDS[kind]), specs
+    layout = Layout(P(*matrix), tokens=tokens, experts=P(experts))
+    with jax.set_mesh(mesh):
+        args = tuple(put(a, mesh, spec) for a, spec in zip((x, w), specs))
+        norm, g = jax.tree.map(lambda a: put(a, mesh, P()), (norm, g))
+        got = jax.jit(partial(gradients, partial(layer, layout)))((*args, norm), g)
+    compare(got, want)

@@ -14,6 +14,7 @@ import numpy as np
 
 from swjax import auto, recipes
 from swjax.kernels import dispatch, reference, targets
+from swjax.kernels.ragged.schedule import bounds
 from swjax.kernels.reference import QTensor
 from swjax.linear.checks import OPERAND_DTYPES
 from swjax.linear.layer import (
@@ -85,12 +86,23 @@ def saved_weight(w: jax.Array | QTensor, forms: Operand, layer: Layer) -> Operan
     return jax.tree.map(to_bytes, forms)
 
 
-def saved_rows(x: jax.Array | QTensor, layer: Layer) -> QTensor | None:
+def saved_rows(x: Operand, layer: Layer) -> QTensor | None:
     """The quantized rows that are saved for the backward pass; None: it reads the rows themselves."""
-    if not layer.recipe.save_quantized:
-        return None
-    assert isinstance(x, QTensor), "a recipe that saves quantized arrays quantizes"
-    return QTensor(to_bytes(x.values), x.scale)
+    return jax.tree.map(to_bytes, x.quantized) if layer.recipe.save_quantized else None
+
+
+def rows_of_groups(x: jax.Array, group_sizes: jax.Array, spec: Spec, layer: Layer) -> jax.Array:
+    """x [m, k] with zeros in the rows beyond the groups, whose values may be anything, such as NaN.
+
+    The backward pass of a prologue multiplies them by zero gradients, and sums over all rows.
+    """
+    sharding = layer.sharding
+
+    def step(x, group_sizes):
+        _, ends = bounds(sharding.own_rows(group_sizes, x), len(x))
+        return jnp.where(jnp.arange(len(x))[:, None] < ends[-1], x, jnp.zeros((), x.dtype))
+
+    return sharding.map_shards(step, (x, group_sizes), (spec, Spec(((),))), spec)
 
 
 def restored(saved: Any, quantizer: Quantizer) -> Any:

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from swjax.kernels import dispatch
 from swjax.kernels.reference import QTensor
 from swjax.linear import experts, ragged_rules
-from swjax.linear.checks import check_activation, weight_array
+from swjax.linear.checks import check_activation, check_prologue, weight_array
 from swjax.linear.layer import Layer
 from swjax.linear.layouts import Layout, Spec
+from swjax.linear.prologues import Prologue, input_spec
 from swjax.linear.sharding import Sharding, placed_weight, sharding_of_layer, vary_alike
 from swjax.recipes import Recipe
 
@@ -23,6 +24,7 @@ def ragged_switchback(
     group_sizes: jax.Array,
     *,
     recipe: str | Recipe = "switchback",
+    prologue: Prologue | None = None,
     out_dtype: jax.typing.DTypeLike | None = None,
     precision: jax.lax.PrecisionLike = None,
     implementation: str | None = None,
@@ -52,6 +54,8 @@ def ragged_switchback(
         "auto", see `swjax.auto`: 16 bits if an average expert has fewer than 600 rows, or 1,200 with weights
         in 16 bits, because quantizing the weights takes as long for few rows as for many. Other recipes warn
         then.
+      prologue: a `swjax.LayerNorm`, `swjax.RMSNorm` or `swjax.Gelu` to apply to x first, fused with the
+        quantizer, such as the GELU between two layers. All experts share its parameters.
       out_dtype: dtype of y; None uses the dtype of x.
       precision: precision of the products without quantization, see `jax.lax.dot_general`.
       implementation: see `swjax.switchback`; None chooses.
@@ -64,19 +68,25 @@ def ragged_switchback(
 
     Raises:
       ValueError: shapes or dtypes do not fit, a group size is negative or their sum exceeds m (checked if
-        `group_sizes` is concrete), or the recipe or the implementation does not exist or is not supported.
+        `group_sizes` is concrete), or the recipe, the prologue or the implementation does not exist or is not
+        supported.
 
     >>> x, w = jnp.ones((5, 3)), jnp.stack([jnp.ones((3, 2)), jnp.full((3, 2), 2.0)])
     >>> ragged_switchback(x, w, jnp.array([1, 3]))[:, 0].tolist()
     [3.0, 6.0, 6.0, 6.0, 0.0]
     """
     recipe = experts.check("ragged_switchback", x, w, group_sizes, recipe)
+    check_prologue(x, prologue)
     settings = _settings(recipe, precision, implementation)
     sharding = replace(sharding_of_layer(x, weight_array(w), layout), reduce_later=False)
     layer = _layer(x, w, sharding, out_dtype=out_dtype, **settings)
-    rows, sizes = sharding.place(x, sharding.x), sharding.place(group_sizes, Spec(((),)))
+    rows, sizes = (
+        sharding.place(x, input_spec(prologue, layer)),
+        sharding.place(group_sizes, Spec(((),))),
+    )
     w, _ = placed_weight(w, None, sharding)
-    return ragged_rules.ragged(*vary_alike(rows, w, sizes), layer)
+    before = ragged_rules.RaggedInput(rows, prologue)
+    return ragged_rules.ragged(*vary_alike(before, w, sizes), layer)
 
 
 def gated_ragged_mlp(

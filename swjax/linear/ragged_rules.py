@@ -12,47 +12,74 @@ from swjax.kernels.gated.reference import gated
 from swjax.kernels.reference import QTensor, dequantize
 from swjax.linear import experts
 from swjax.linear.interception import without_interception
-from swjax.linear.layer import Layer, Operand, name_for_checkpoint
-from swjax.linear.rules import differentiated_as
+from swjax.linear.layer import Layer, Operand
+from swjax.linear.prologues import Gated, Prologue, apply_backward, input_spec
+from swjax.linear.rules import differentiated_as, quantized_input
 
 # --- one layer ----------------------------------------------------------------------------------------
 
 
+class RaggedInput(NamedTuple):
+    """The input of `ragged`, or its gradients.
+
+    Attributes:
+      x: [m, k], the input of the layer, or of its prologue.
+      prologue: the prologue, or None.
+    """
+
+    x: Any
+    prologue: Prologue | Gated | None
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
-def ragged(x: jax.Array, w: Any, group_sizes: jax.Array, layer: Layer) -> jax.Array:
-    """``x w[expert of a row]``; see `swjax.ragged_switchback`."""
-    return _ragged_forward(x, w, group_sizes, layer)[0]
+def ragged(before: RaggedInput, w: Any, group_sizes: jax.Array, layer: Layer) -> jax.Array:
+    """``prologue(x) w[expert of a row]``; see `swjax.ragged_switchback`."""
+    return _ragged_forward(before, w, group_sizes, layer)[0]
 
 
 @without_interception
-def _ragged_forward(x, w, group_sizes, layer: Layer):
-    rows, weight, sizes = lax.stop_gradient((x, w, group_sizes))
-    lhs, forms = _quantized_input(rows, layer), experts.forward_weight(weight, layer)
-    y = experts.output(lhs, forms, sizes, layer)
-    y = differentiated_as(partial(_exact, layer), y, x, w, group_sizes)
-    saved = experts.saved_rows(lhs, layer), experts.saved_weight(w, forms, layer)
+def _ragged_forward(before, w, group_sizes, layer: Layer):
+    (x, prologue), weight, sizes = lax.stop_gradient((before, w, group_sizes))
+    rows, forms = quantized_input(x, prologue, layer), experts.forward_weight(weight, layer)
+    y = experts.output(_left(rows), forms, sizes, layer)
+    y = differentiated_as(partial(_exact, layer), y, before, w, group_sizes)
+    saved = experts.saved_rows(rows, layer), experts.saved_weight(w, forms, layer)
+    output = None
+    if prologue is not None:  # the backward pass reads or recomputes its output
+        saved = None, saved[1]
+        output = None if layer.recipe.save_quantized else rows.array
     # Of x and w compilers remove what the backward pass does not read.
-    return checkpoint_name(y, "swjax_y"), (x, w, group_sizes, saved)
+    return checkpoint_name(y, "swjax_y"), (before, w, group_sizes, saved, output)
 
 
 @without_interception
 def _ragged_backward(layer: Layer, residuals, g):
-    *inputs, _ = residuals
-    (x, _, sizes, saved), constant = lax.stop_gradient((residuals, g))
-    x, (w,) = _restored(x, saved, (layer,))
+    inputs = residuals[:3]
+    ((x, prologue), _, sizes, saved, output), constant = lax.stop_gradient((residuals, g))
+    rows: Any  # None after a prologue if no weight gradient reads them
+    rows, (w,) = _restored(x, saved, (layer,))
     lhs = _quantized_gradient(constant, layer)
     dx = experts.input_gradient(lhs, w, sizes, layer)
-    (dw,) = experts.weight_gradients(x, (constant,), sizes, (layer,))
+    dbefore = RaggedInput(dx, None)
+    if prologue is not None:
+        recompute = output is None and layer.w_dtype is not None
+        options: dict[str, Any] = {"quantize_to": None, "recompute": recompute}
+        x = experts.rows_of_groups(x, sizes, input_spec(prologue, layer), layer)
+        (of_x,), dprologue, recomputed = apply_backward(prologue, x, (dx,), None, layer, **options)
+        dbefore, rows = RaggedInput(of_x.array, dprologue), recomputed if recompute else output
+    (dw,) = experts.weight_gradients(rows, (constant,), sizes, (layer,))
     exact = partial(_exact_gradients, partial(_exact, layer))
-    return *differentiated_as(exact, (dx, dw), *inputs, g), None
+    return *differentiated_as(exact, (dbefore, dw), *inputs, g), None
 
 
 ragged.defvjp(_ragged_forward, _ragged_backward)
 
 
-def _quantized_input(x: jax.Array, layer: Layer) -> jax.Array | QTensor:
-    q = experts.quantize_rows(layer.recipe.fwd, x, layer.sharding.x, layer)
-    return name_for_checkpoint(q, "swjax_x") if layer.recipe.save_quantized else q
+def _left(rows: Operand) -> jax.Array | QTensor:
+    """The form of rows that a product reads."""
+    lhs = rows.array if rows.quantized is None else rows.quantized
+    assert lhs is not None, "see `quantized_input`"
+    return lhs
 
 
 def _quantized_gradient(g: jax.Array, layer: Layer) -> jax.Array | QTensor:
@@ -70,7 +97,11 @@ def _restored(
     return x, ws
 
 
-def _exact(layer: Layer, x, w, group_sizes):
+def _exact(layer: Layer, before: RaggedInput, w, group_sizes):
+    x, prologue = before
+    if prologue is not None:
+        x = experts.rows_of_groups(x, group_sizes, input_spec(prologue, layer), layer)
+        x, _ = prologue.forward(x, quantize_to=None, implementation="xla")
     return experts.exact_output(x, w, group_sizes, layer)
 
 
@@ -103,10 +134,10 @@ def gated_mlp(
 def _mlp_forward(x, ws, group_sizes, layers: MLPLayers, activation: str):
     rows, weights, sizes = lax.stop_gradient((x, ws, group_sizes))
     fwd = layers.down.recipe.fwd
-    lhs = _quantized_input(rows, layers.gate)
+    quantized = quantized_input(rows, None, layers.gate)
     forms = tuple(map(experts.forward_weight, weights, layers))
     gate, up = (
-        checkpoint_name(experts.output(lhs, w, sizes, layer), "swjax_y")
+        checkpoint_name(experts.output(_left(quantized), w, sizes, layer), "swjax_y")
         for w, layer in zip(forms[:2], layers[:2])
     )
     h, q = dispatch.run(
@@ -121,7 +152,7 @@ def _mlp_forward(x, ws, group_sizes, layers: MLPLayers, activation: str):
     y = experts.output(h if q is None else q, forms[2], sizes, layers.down)
     y = differentiated_as(partial(_exact_mlp, layers, activation), y, x, ws, group_sizes)
     saved = (
-        experts.saved_rows(lhs, layers.gate),
+        experts.saved_rows(quantized, layers.gate),
         *map(experts.saved_weight, ws, forms, layers),
     )
     return checkpoint_name(y, "swjax_y"), (x, ws, group_sizes, (gate, up), saved)

@@ -99,7 +99,7 @@ def forward(
     if y is not None:
         x, ys = Operand(None if prologue else inputs.x), (y,)
     else:
-        x = _quantized_input(inputs.x, prologue, layers[0])
+        x = quantized_input(inputs.x, prologue, layers[0])
         ys = tuple(map(partial(output, x), ws, inputs.biases, addends, layers))
     if layers[0].recipe.fwd is not None:
         ys = tuple(map(_as_product, ys))
@@ -116,7 +116,7 @@ def _as_product(y: jax.Array) -> jax.Array:
     return lax.dot_general(y, jnp.ones((), y.dtype), no_axes, precision=lax.Precision.HIGHEST)
 
 
-def _quantized_input(x: Any, prologue: Prologue | Gated | None, layer: Layer) -> Operand:
+def quantized_input(x: Any, prologue: Prologue | Gated | None, layer: Layer) -> Operand:
     """The layers' input, after the prologue."""
     fwd, sharding = layer.recipe.fwd, layer.sharding
     q: QTensor | Blocks | None = None
