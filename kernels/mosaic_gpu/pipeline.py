@@ -8,8 +8,8 @@ shared memory (TMA). Two warpgroups multiply (wgmma), each half of the rows of t
     empty[slot]   both warpgroups have read the slot   compute warpgroups -> memory warpgroup
 
 The memory warpgroup copies the next unit while the others write this one. In `run_in_turns` a compute
-warpgroup multiplies a whole tile, and the other multiplies the next one while it writes. Past the edge of an
-array TMA reads zeros and writes nothing. `product.why_not` names an exception.
+warpgroup multiplies a whole tile. While it writes the tile, the other one multiplies the next. Past the edge
+of an array TMA reads zeros and writes nothing. `product.why_not` names an exception.
 """
 
 from collections.abc import Callable
@@ -167,7 +167,7 @@ def wait_for_slot(empty: Ref, used: jax.Array, stages: int) -> None:
 
 
 def _full(work: Work, scratch: Scratch, slot: jax.Array, turn: jax.Array | None) -> Ref:
-    """The barrier of a slot that has arrived, for the warpgroup whose turn it is."""
+    """The barrier in `scratch.full` of a slot, for the warpgroup whose turn it is."""
     return scratch.full.at[slot if turn is None else turn * work.stages + slot]
 
 
