@@ -30,6 +30,8 @@ pytestmark = [
     ),
 ]
 
+# Otherwise the compiler for TPUs refuses all processes but one, because they would share a chip.
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 TOKENS, K, N = 1024, 512, 1024
 FEW = ("switchback", "switchback_hadamard", "fp8_switchback", "mxfp8")
 # {topology: (chip, recipes)}
