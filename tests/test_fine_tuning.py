@@ -144,17 +144,6 @@ def test_a_run_of_another_image_size_is_adapted_too(reference, micro, tmp_path, 
     assert "is interpolated: [5, 32] in the weights, [10, 32] here" in caplog.text
 
 
-@pytest.mark.release
-def test_a_run_of_an_older_version_is_read(reference, micro, tmp_path):
-    """An older config.json has no model.architecture."""
-    workdir = shutil.copytree(reference[1], tmp_path / "older")
-    saved = json.loads((workdir / "config.json").read_text())
-    del saved["model"]["architecture"]
-    (workdir / "config.json").write_text(json.dumps(saved))
-    first = final_state(micro(), workdir)[0]["params"]
-    assert_same_bits(start(micro(checkpoint__init_from=str(workdir))), first)
-
-
 def test_positions_of_the_same_grid_stay():
     positions = np.random.default_rng(0).normal(size=(10, 4)).astype(np.float32)
     np.testing.assert_allclose(interpolate_positions(positions, 10), positions, atol=1e-6)
