@@ -24,6 +24,7 @@ LEAST_ROTATED_ROWS = 512
 # bits. Measured there (benchmarks/notes/speed.md), 1,024 rows gain with float32 and lose with 16 bits, and
 # 1,536 rows of DeepSeek-V2-Lite gain with both.
 LEAST_EXPERT_ROWS = {4: 600, 2: 1200}
+_EMULATED = "products in block formats are emulated on"
 
 
 def choose(*shapes: tuple[int, ...], few_rows: str = "", quietly: bool = False) -> str:
@@ -129,13 +130,20 @@ def warn_if_slow(dtypes: Iterable[str], emulated: bool = False, few_rows: str = 
     if target.platform == "cpu":
         return
     if emulated:
-        _warn_of_emulation(target.device_kind)
+        _warn(
+            f"{_EMULATED} {target.device_kind}, slower than bf16: they show a recipe's accuracy; "
+            "use the recipe 'auto' for speed"
+        )
     if (chip := chip_of(target)) is None:
         return
     slow = sorted({name for name in dtypes if few_rows or chip.peak(name) <= chip.bf16})
     if slow:
         where = f"{target.device_kind}, {few_rows}" if few_rows else target.device_kind
-        _warn(" and ".join(slow), where, "standard" if few_rows else _of(target)[0])
+        best = "standard" if few_rows else _of(target)[0]
+        _warn(
+            f"{' and '.join(slow)} products are not faster than bf16 on {where}: "
+            f"use the recipe 'auto', here {best!r}"
+        )
 
 
 def warn_of_length(length: int, parts: int) -> None:
@@ -148,31 +156,12 @@ def warn_of_length(length: int, parts: int) -> None:
     """
     target = targets.current()
     if target.platform != "cpu" and length % parts:
-        _warn_of_length(target.device_kind, length, parts)
+        _warn(
+            f"{_EMULATED} {target.device_kind}, slower than bf16, if blocks do not divide the part of each "
+            f"device, got a length of {length}: use a multiple of {parts}"
+        )
 
 
 @functools.cache
-def _warn_of_length(device_kind: str, length: int, parts: int) -> None:
-    warnings.warn(
-        f"swjax: products in block formats are emulated on {device_kind}, slower than bf16, if blocks do not "
-        f"divide the part of each device, got a length of {length}: use a multiple of {parts}",
-        stacklevel=2,
-    )
-
-
-@functools.cache
-def _warn(slow: str, where: str, best: str) -> None:
-    warnings.warn(
-        f"swjax: {slow} products are not faster than bf16 on {where}: "
-        f"use the recipe 'auto', here {best!r}",
-        stacklevel=2,
-    )
-
-
-@functools.cache
-def _warn_of_emulation(device_kind: str) -> None:
-    warnings.warn(
-        f"swjax: products in block formats are emulated on {device_kind}, slower than bf16: they show a "
-        "recipe's accuracy; use the recipe 'auto' for speed",
-        stacklevel=2,
-    )
+def _warn(what: str) -> None:
+    warnings.warn(f"swjax: {what}", stacklevel=3)

@@ -35,7 +35,11 @@ from swjax.training import config as config_lib
 from swjax.training import setup
 from swjax.training.config import ConfigError
 from swjax.training.state import restore
-from swjax.training.state.initialization import first_parameters, interpolate_positions
+from swjax.training.state.initialization import (
+    first_parameters,
+    interpolate_positions,
+    model_of_run,
+)
 from swjax.training.state.model_of_weights import settle_model
 from swjax.training.state.restore import first_state
 from train import main
@@ -142,6 +146,16 @@ def test_a_run_of_another_image_size_is_adapted_too(reference, micro, tmp_path, 
     assert_same_bits(params["text"], first["text"])
     assert params["vision"]["position_embedding"].shape == (10, 32)
     assert "is interpolated: [5, 32] in the weights, [10, 32] here" in caplog.text
+
+
+def test_a_run_without_a_key_of_its_config_is_one_line(micro, tmp_path):
+    saved = json.loads(config_lib.to_json(micro()))
+    del saved["model"]["architecture"]
+    (tmp_path / "config.json").write_text(json.dumps(saved))
+    with pytest.raises(
+        ConfigError, match="config.json without the key 'architecture': train it again"
+    ):
+        model_of_run(str(tmp_path))
 
 
 def test_positions_of_the_same_grid_stay():

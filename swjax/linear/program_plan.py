@@ -210,12 +210,13 @@ class Planner:
     def _choose(self, eqn, found: Origins, opaque: str) -> Choice:
         """The recipe of a `dot_general`, also a ragged one, or the reason why it has none."""
         lhs, rhs = (atom.aval for atom in eqn.invars[:2])
-        origin, *others = [*filter(None, found[:2]), None]
+        known = [origin for origin in found[:2] if origin is not None]
         if _are_quantized(lhs, rhs):
             return Choice(None, "already quantized")
-        if origin is None:
+        if not known:
             return Choice(None, "both operands are activations")
-        if len(others) > 1 or not origin.paths:
+        origin = known[0]
+        if len(known) > 1 or not origin.paths:
             return Choice(None, "one operand is a constant, or both are parameters")
         if opaque or origin.changed:
             return Choice(None, opaque or f"{origin.changed} changes the parameter first")
@@ -432,8 +433,10 @@ def grouped_product(eqn: Any) -> Any | None:
         return None
     if [each.params.get("name") for each in eqn.params["call_jaxpr"].jaxpr.eqns] != ["gmm"]:
         return None
-    tiles = next(each for each in _equations(eqn.params) if each.primitive.name == "dot_general")
-    (_, (k,)), _ = tiles.params["dimension_numbers"]
+    products = [each for each in _equations(eqn.params) if each.primitive.name == "dot_general"]
+    if not products:
+        return None
+    (_, (k,)), _ = products[0].params["dimension_numbers"]
     options = {
         "ragged_dot_dimension_numbers": lax.RaggedDotDimensionNumbers(
             (((1,), (k + 1,)), ((), ())), (0,), (0,)

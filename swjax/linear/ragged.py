@@ -80,10 +80,8 @@ def ragged_switchback(
     settings = _settings(recipe, precision, implementation)
     sharding = replace(sharding_of_layer(x, weight_array(w), layout), reduce_later=False)
     layer = _layer(x, w, sharding, out_dtype=out_dtype, **settings)
-    rows, sizes = (
-        sharding.place(x, input_spec(prologue, layer)),
-        sharding.place(group_sizes, Spec(((),))),
-    )
+    rows = sharding.place(x, input_spec(prologue, layer))
+    sizes = sharding.place(group_sizes, Spec(((),)))
     w, _ = placed_weight(w, None, sharding)
     before = ragged_rules.RaggedInput(rows, prologue)
     return ragged_rules.ragged(*vary_alike(before, w, sizes), layer)

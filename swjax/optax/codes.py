@@ -10,7 +10,7 @@ import optax
 
 BLOCK = 128
 _LEVELS = 127  # magnitudes of an int8 besides 0
-# In bits of float32, of which 2^23 are a factor of 2.
+# The bits of a float32 number as an integer; twice the number has 2^23 more.
 _LARGEST_RANGE = 40 << 23  # elements below 2^-40 of the largest of their block are stored as that
 _NORMAL = 1 << 23  # the smallest normal number; smaller ones count as this
 _INFINITY, _NAN = 0x7F800000, 0x7FC00000

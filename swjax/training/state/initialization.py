@@ -111,7 +111,14 @@ def model_of_run(workdir: str) -> clip.CLIPConfig | None:
     with blame(KEY):
         config = ConfigDict(json.loads(path.read_text()))
         config.model.attention = ""  # the setting depends on the devices of that run
-        return model_config(config)
+        try:
+            return model_config(config)
+        except AttributeError as error:
+            key = str(error).strip('"')
+            raise ValueError(
+                f"needs a run of this version, got {path} without the key {key}: train it again, or add the "
+                "key with its value in configs/common.py"
+            ) from error
 
 
 def _shapes_of_run(workdir: str) -> dict[str, jax.ShapeDtypeStruct]:
