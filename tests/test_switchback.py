@@ -238,15 +238,6 @@ def test_forms_that_kernels_read_change_nothing(name, monkeypatch):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
-def test_donation():
-    x, w, _, _ = arrays((8, 16), 16)
-    step = jax.jit(
-        lambda w: w - 0.1 * jax.grad(lambda w: swjax.switchback(x, w).sum())(w), donate_argnums=0
-    )
-    expected = w - 0.1 * jax.grad(lambda w: swjax.switchback(x, w).sum())(w)
-    np.testing.assert_allclose(step(w.copy()), expected, rtol=1e-6)
-
-
 def loss_and_grads(x, w, recipe):
     return jax.grad(lambda x, w: swjax.switchback(x, w, recipe=recipe).sum(), (0, 1))(x, w)
 
