@@ -177,10 +177,7 @@ def test_memory_is_used_again_only_when_nobody_looks_at_it():
         ({"batch_size": 4.0}, "batch_size must be a whole number, at least 1, got 4.0"),
         ({"image_size": 0}, "image_size must be a whole number, at least 1, got 0"),
         ({"context_length": 1}, "context_length must be a whole number, at least 2, got 1"),
-        (
-            {"process_index": 2, "process_count": 2},
-            "process_index must be below process_count, got 2",
-        ),
+        ({"process_index": 2, "process_count": 2}, "process_index must .* process_count, got 2"),
         ({"workers": -1}, "workers must be a whole number, at least 0, got -1"),
         ({"start_step": -1}, "start_step must be a whole number, at least 0, got -1"),
         ({"seed": -1}, "seed must be a whole number, at least 0, got -1"),
@@ -194,11 +191,7 @@ def test_loader_refuses(options, message):
 @pytest.mark.parametrize(
     "arguments, options, message",
     [
-        (
-            ("imagenet", "train"),
-            {},
-            "no data set 'imagenet': choose one of emoji, icons, synthetic, tfds",
-        ),
+        (("imagenet", "train"), {}, "no data set 'imagenet': choose one .* icons, synthetic, tfds"),
         (("synthetic", "dev"), {}, "split is 'dev'; it must be one of train, val, test"),
         (("synthetic", "val"), {"classes": 0}, "must be positive; they are 224, 0 and 100000"),
         (("synthetic", "val"), {"sise": 3}, "options of the data set 'synthetic': .*'sise'"),

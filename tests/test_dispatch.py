@@ -238,9 +238,7 @@ def test_a_layer_whose_products_lack_the_named_implementation_raises():
     dispatch.check_products("triton", quantized_products)
     with pytest.raises(ValueError, match=r"^implementation 'triton' has none of .* \(dot, weight"):
         dispatch.check_products("triton", others)
-    with pytest.raises(
-        ValueError, match="one of xla, triton, mosaic_gpu, pallas_tpu or None .* 'cuda'"
-    ):
+    with pytest.raises(ValueError, match="one of xla, .* mosaic_gpu, pallas_tpu or None .* 'cuda'"):
         dispatch.check_products("cuda", quantized_products)
 
 

@@ -152,9 +152,7 @@ def test_a_run_without_a_key_of_its_config_is_one_line(micro, tmp_path):
     saved = json.loads(config_lib.to_json(micro()))
     del saved["model"]["architecture"]
     (tmp_path / "config.json").write_text(json.dumps(saved))
-    with pytest.raises(
-        ConfigError, match="config.json without the key 'architecture': train it again"
-    ):
+    with pytest.raises(ConfigError, match="config.json without .* 'architecture': train it again"):
         model_of_run(str(tmp_path))
 
 
@@ -280,9 +278,7 @@ def test_the_model_comes_from_the_weights(tmp_path):
     shutil.rmtree(tmp_path / "weights")
     assert setup.model_config(settled(weights, folder=run)) == model  # a run that resumes
     resumed = settled(("checkpoint.resume", str(run)), folder=tmp_path)
-    with pytest.raises(
-        ConfigError, match="checkpoint.init_from=.* holds no checkpoint and no weights"
-    ):
+    with pytest.raises(ConfigError, match="checkpoint.init_from=.* holds no .* and no weights"):
         settled(weights)
     assert setup.model_config(resumed) == model
     by_hand = settled(weights, ("data.image_size", "64"), ("train.loss", "softmax"), folder=run)
@@ -307,9 +303,7 @@ def test_keys_that_contradict_the_weights_are_named_at_once(micro, tmp_path):
         with pytest.raises(ConfigError, match=message):
             settled(*settings)
     (tmp_path / "open_clip_config.json").unlink()
-    with pytest.raises(
-        ConfigError, match="has no config file that describes the model: set config"
-    ):
+    with pytest.raises(ConfigError, match="has no config file that describes the .* set config"):
         settled(weights)
     with pytest.raises(ConfigError, match="model.gelu='', .* must be the value of weights"):
         setup.model_config(config_lib.load(f"{ROOT}/configs/finetune.py", [("model.name", "tiny")]))

@@ -67,9 +67,7 @@ def test_gradient_passes_straight_through():
 
 
 def test_unknown_format():
-    with pytest.raises(
-        ValueError, match="fmt must be one of float8_e4m3fn, float8_e5m2, got 'e4m3'"
-    ):
+    with pytest.raises(ValueError, match="fmt must be .* float8_e4m3fn, float8_e5m2, got 'e4m3'"):
         fp8.cast(jnp.ones(1), "e4m3")
 
 

@@ -234,7 +234,5 @@ def test_fused_quantizers_quantize_the_rounded_result(high_precision, target):
 
 
 def test_an_unknown_implementation_is_refused_by_name():
-    with pytest.raises(
-        ValueError, match=r"must be one of xla, triton, mosaic_gpu, pallas_tpu .*got 'cuda'"
-    ):
+    with pytest.raises(ValueError, match="must be .* triton, mosaic_gpu, pallas_tpu .*got 'cuda'"):
         dispatch.choose("quantize", jnp.ones((2, 2)), implementation="cuda")

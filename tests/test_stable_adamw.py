@@ -349,10 +349,7 @@ def test_schedule_is_read_before_the_count_increases():
         ({"eps": 0.0}, r"eps must be at least 2\^-126"),
         ({"eps": 1e-40}, r"eps must be at least 2\^-126 .*, got 1e-40"),  # 0 to XLA: 0/0
         ({"mu_dtype": "int8"}, r"mu_dtype must be a floating-point dtype .* got 'int8'"),
-        (
-            {"mu_dtype": jnp.ones(())},
-            r"mu_dtype must be a dtype, got the array 1.0: .* static_args",
-        ),
+        ({"mu_dtype": jnp.ones(())}, "mu_dtype must be a dtype, got the array 1.0: .* static_args"),
         ({"weight_decay": -1.0}, r"weight_decay must be at least 0, got -1.0"),
         ({"clip_threshold": 0.0}, r"clip_threshold must be positive, got 0.0"),
         ({"clip_threshold": 11.0}, r"clip_threshold=11.0 never clips: at b2=0.99 .* below 10\. "),
@@ -409,9 +406,7 @@ def test_other_errors_are_one_line():
     optimizer = stable_adamw(0.1)
     with pytest.raises(ValueError, match="needs the parameters, got params=None"):
         optimizer.update(p, optimizer.init(p))
-    with pytest.raises(
-        ValueError, match=r"block_axes=2 is not an axis of parameter 'layer' of shape \(2, 3\)"
-    ):
+    with pytest.raises(ValueError, match=r"block_axes=2 is .* parameter 'layer' of shape \(2, 3\)"):
         stable_adamw(0.1, block_axes={"layer": 2}).init(p)
     with pytest.raises(ValueError, match="block_axes must be None, an int .* to static_args"):
         optax.inject_hyperparams(stable_adamw)(0.1, block_axes=0).init(p)

@@ -102,9 +102,7 @@ def test_a_mask_that_was_called_as_a_schedule_is_refused():
     params, grads = problem()
     mask = lambda params: jax.tree.map(lambda p: p.ndim > 1, params)
     injected = optax.inject_hyperparams(stable_adamw)(0.05, mask=mask)
-    with pytest.raises(
-        ValueError, match="mask must be a tree of bools .* add 'mask' to static_args"
-    ):
+    with pytest.raises(ValueError, match="mask must be a tree of bools .* 'mask' to static_args"):
         injected.update(grads[0], injected.init(params), params)
     one = stable_adamw(0.05, mask=False)  # a tree like a single parameter
     one.update(jnp.ones(3), one.init(jnp.ones(3)), jnp.ones(3))
@@ -141,9 +139,7 @@ def test_inject_hyperparams_with_every_number_traced():
 def test_inject_hyperparams_refuses_a_function_as_b2():
     """optax calls it with the count from 0, and would pass c2 as if it were b2."""
     optimizer = optax.inject_hyperparams(stable_adamw)(0.1, b2=power_decay(0.5))
-    with pytest.raises(
-        ValueError, match="a float, counted from 1, got int32: .* 'b2' to static_args"
-    ):
+    with pytest.raises(ValueError, match="a float, counted from .* int32: .* 'b2' to static_args"):
         jax.eval_shape(optimizer.init, jnp.ones(2))
     inject = optax.inject_hyperparams(stable_adamw, static_args=("b2",))
     assert "b2" not in inject(0.1, b2=power_decay(0.5)).init(jnp.ones(2)).hyperparams

@@ -215,9 +215,7 @@ def test_runs_that_start_apart_are_no_pair(study):
     starts = [paired.fingerprint({"w": np.full(3, value)}) for value in (1, 2, 1, 3)]
     for run, start in zip(some, starts, strict=True):
         run["result"]["start"] = start
-    with pytest.raises(
-        ValueError, match=r"switchback and standard of seed 1 must start from the same"
-    ):
+    with pytest.raises(ValueError, match="switchback and standard of .* must start from the same"):
         paired.differences(some, "switchback", "test", "top1")
 
 

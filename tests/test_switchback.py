@@ -449,10 +449,7 @@ def test_a_gelu_and_a_residual_connection_on_a_mesh(kind):
 @pytest.mark.parametrize(
     "call, message",
     [
-        (
-            lambda x, w: swjax.switchback(x, w.T),
-            r"needs x \[..., k\] and w \[k, n\], got x \(4, 3\) and w \(5, 3\)",
-        ),
+        (lambda x, w: swjax.switchback(x, w.T), r"needs x \[..., k\] .* x \(4, 3\) and w \(5, 3\)"),
         (lambda x, w: swjax.switchback(x, ()), r"got \(\): pass at least one weight"),
         (lambda x, w: swjax.switchback(x, None), "w must be an array, got a NoneType: pass"),
         (lambda x, w: swjax.switchback(x, w, jnp.ones(3)), r"bias must have the shape \(5,\)"),
@@ -558,14 +555,8 @@ def test_a_gelu_and_a_residual_connection_on_a_mesh(kind):
             lambda x, w: swjax.quantize(x, dtype="int4"),
             "dtype must be one of int8, float8_e4m3fn, float8_e5m2, got 'int4'",
         ),
-        (
-            lambda x, w: swjax.quantize(x.astype(complex)),
-            "x must be float16, .* got complex64: cast it first",
-        ),
-        (
-            lambda x, w: swjax.quantize_weight(w.astype(int)),
-            "x must be float16, .* got int32: cast",
-        ),
+        (lambda x, w: swjax.quantize(x.astype(complex)), "x must .* got complex64: cast it first"),
+        (lambda x, w: swjax.quantize_weight(w.astype(int)), "x must be float16, .* int32: cast"),
         (lambda x, w: swjax.dot_general("int4"), "got 'int4'"),
         (lambda x, w: Quantizer("int8", "tesnor"), "scope must be one of .*got 'tesnor'"),
         (lambda x, w: Quantizer("int4", "row"), "dtype must be one of .*got 'int4'"),

@@ -414,14 +414,10 @@ def test_a_model_without_quantized_layers_is_refused(model):
 
 
 def test_what_is_not_an_nnx_model_is_refused():
-    with pytest.raises(
-        TypeError, match="^model must be an NNX model, got the Linen module Dense: "
-    ):
+    with pytest.raises(TypeError, match="^model must be an NNX model, got the Linen .* Dense: "):
         diagnostics.measure(loss, linen.Dense(3), X)
     for model in (None, X, loss):  # the last: swapped arguments
-        with pytest.raises(
-            TypeError, match="^model must be an NNX model, got .*: call measure.loss_fn"
-        ):
+        with pytest.raises(TypeError, match="^model must be an NNX model, .* call measure.loss_fn"):
             diagnostics.measure(two_layers(), model, X)
 
 
@@ -469,9 +465,7 @@ def test_modules_of_a_stack_have_a_value_for_each_layer():
     found = measured(loss, Tower(), X, quantization=None, features=".*")
     shapes = {name.partition("_abs")[2]: value.shape for name, value in found.items()}
     assert shapes == dict.fromkeys(["/b", "/b/ln", "/b/fc", "/b/drop"], (3,)) | {"": (), "/ln": ()}
-    with pytest.raises(
-        ValueError, match="^features of a stack must be .* Stack with .* [(]3, 3[)]: "
-    ):
+    with pytest.raises(ValueError, match="^features of .* must be .* Stack with .* [(]3, 3[)]: "):
         diagnostics.measure(loss, Stack(True), X, features="")
 
 
@@ -536,7 +530,5 @@ def test_adamw_of_an_nnx_optimizer():
 
 def test_adamw_rms_needs_the_state_of_the_whole_gradient():
     params = {"w": jnp.ones(3), "b": jnp.ones(1)}
-    with pytest.raises(
-        ValueError, match="^opt_state must contain one .* for the 1 tensors .* found 1: "
-    ):
+    with pytest.raises(ValueError, match="^opt_state must contain one .* for the 1 tensors .* 1: "):
         adamw_rms_by_path(optax.adamw(1e-3).init(params), {"w": jnp.ones(3)})
