@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import thinning
 from PIL import Image
 
 from swjax import data
@@ -82,12 +81,6 @@ def test_resumes_bit_for_bit(step):
     assert_same(load(Photographs(), 26 - step, start_step=step), whole[step:])
 
 
-@pytest.mark.parametrize("workers", thinning.first([2, 1]))
-def test_resumes_bit_for_bit_with_other_workers(workers):
-    source = data.source("synthetic", "train", image_size=16, classes=7, examples=24)
-    assert_same(load(source, 4, workers=workers, start_step=3), load(source, 7)[3:])
-
-
 def test_seed_fixes_order_captions_and_crops():
     assert_same(load(Photographs(), 6), load(Photographs(), 6))
     one, other = load(Photographs(), 6), load(Photographs(), 6, seed=2)
@@ -102,16 +95,6 @@ def test_captions_and_crops_differ_between_epochs():
     allowed = {data.tokenize(c, 12).tobytes() for c in Photographs().captions(11)}
     assert 1 < len(said) and said <= allowed
     assert len({batch["image"].tobytes() for batch in of_one}) > 4
-
-
-def test_processes_share_an_epoch():
-    parts = [
-        load(Photographs(), 4, batch_size=2, process_index=rank, process_count=3)
-        for rank in range(3)
-    ]
-    together = np.stack([indices(part) for part in parts], axis=1).ravel()
-    assert sorted(together) == list(range(24))
-    np.testing.assert_array_equal(together, indices(load(Photographs(), 3, batch_size=8)))
 
 
 @pytest.mark.parametrize("batch_size, processes", [(5, 1), (24, 1), (100, 1), (5, 2), (7, 4)])
