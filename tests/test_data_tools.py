@@ -1,6 +1,5 @@
-"""The command-line tools: the conversion, which can be killed and verified, and the benchmark."""
+"""The command-line tool: the conversion, which can be killed and verified; and what docs/data.md shows."""
 
-import json
 import os
 import re
 import signal
@@ -15,9 +14,8 @@ import thinning
 from micro_run import ROOT
 from photographs import jpeg, write_tars
 
-from benchmarks import data_loading
 from swjax import data
-from swjax.data import convert, decoding
+from swjax.data import convert
 from swjax.training import config as config_lib
 from swjax.training import inputs
 
@@ -184,66 +182,6 @@ def test_convert_refuses(tmp_path, arguments, message, capsys):
         code = exit.code
     assert code and message in capsys.readouterr().err
     assert run(tmp_path, "--verify") == 1
-
-
-@pytest.mark.release
-def test_bench_prints_images_per_second(tmp_path):
-    """Runs in a separate process, because the benchmark pins its process to one core."""
-    tars, out = write_tars(tmp_path, [64, 64]), tmp_path / "result.json"
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.data_loading",
-        "--images=64",
-        "--rounds=1",
-        f"--tars={tars}",
-        f"--out={out}",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(out.read_text())
-    assert "swjax loader" in done.stdout and "images/s on one core" in done.stdout
-    assert all(rate > 0 for rate in result["images_per_second"].values())
-    if result["note"]:
-        assert 'pip install "swjax[bench]"' in done.stdout
-    else:
-        assert result["swjax_over_open_clip"] > 0
-
-
-def test_bench_says_what_a_device_would_wait_for(tmp_path, capsys):
-    """A slow device hardly waits; for a fast one the benchmark says that the loader is too slow."""
-    tars, waits = write_tars(tmp_path, [32, 32]), {}
-    for rate in ("20", "1e9"):
-        out = tmp_path / f"{rate}.json"
-        options = ["--workers=0", "--batch_size=4", f"--tars={tars}", f"--out={out}"]
-        assert data_loading.main([f"--rate={rate}", *options]) == 0
-        (row,) = json.loads(out.read_text())["rows"]
-        waits[rate] = row["data_wait"]
-        assert ("they are too slow" in capsys.readouterr().out) == (rate == "1e9")
-    assert waits["20"] < 0.2 and waits["20"] < waits["1e9"]
-
-
-def test_synthetic_photographs_are_as_large_as_real_ones():
-    rng = np.random.default_rng(0)
-    sizes = [len(data_loading._photograph(rng, (256, 512))) for _ in range(8)]
-    assert 20_000 < np.mean(sizes) < 80_000
-    for _ in range(8):
-        image = decoding.decode(data_loading._photograph(rng, (30, 31)))
-        assert set(image.shape[:2]) <= {30, 31}
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ("--sides 512 256", "the smaller first, not [512, 256]"),
-        ("--images 63", "--images must be at least 64"),
-        ("--rate 100 --rounds 0", "--rounds at least 1"),
-    ],
-)
-def test_bench_refuses(options, message, capsys):
-    with pytest.raises(SystemExit):
-        data_loading.main(options.split())
-    assert message in capsys.readouterr().err
 
 
 def test_what_the_page_shows_runs(tmp_path, monkeypatch):

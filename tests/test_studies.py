@@ -242,31 +242,6 @@ def test_shared_steps_are_kept_in_a_file(study, tmp_path):
     assert paired.state_file(None, {"seed": 0}) is None
 
 
-def test_parts_by_arm_are_merged(study, tmp_path, capsys):
-    """Each process writes the runs of one arm."""
-    emoji = importlib.import_module("emoji")
-    files = []
-    for arm, values in {"standard": [0.1, 0.5], "switchback": [0.11, 0.52]}.items():
-        part = {"finished": False, "runs": paired_runs(**{arm: values})}
-        files.append(f"{tmp_path}/{arm}.json")
-        study.write(Path(files[-1]), part)
-    merged = emoji.main(["--merge", *files, f"--out={tmp_path}/all.json"])
-    assert "test top1: +1.50 +- 6.35 (2 pairs, 2 above, 0 below)" in capsys.readouterr().out
-    assert len(merged["runs"]) == 4
-
-
-def test_keys_of_the_config_that_a_study_changes(study):
-    """They are part of a run's key, and the model has them."""
-    icons = importlib.import_module("icons")
-    change = "model.patch_dropout=0"
-    (key, _), *_ = icons.runs(icons.parse(["--set", change, "model.vision.heads=4"]))
-    assert key["set"] == f"{change} model.vision.heads=4"
-    (key, _), *_ = icons.runs(icons.parse([]))
-    assert "set" not in key
-    trainer = icons.make_trainer(("synthetic", "", ""), "B", "standard", 100, 10, 8, (change,))
-    assert trainer.cfg.patch_dropout == 0
-
-
 def language_runs(**values_of_arms):
     return [
         {"key": {"arm": arm, "seed": seed}, "result": {"val": value, "start": "corpus"}}
