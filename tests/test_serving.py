@@ -506,16 +506,6 @@ def test_malformed_metadata_are_one_line(tmp_path, text):
     assert "\n" not in str(error.value)
 
 
-def test_a_function_cached_before_a_conversion_stays_float():
-    """As the docstring of `quantize_model` says."""
-    model, x = nnx.Sequential(nnx.Linear(16, 8, rngs=nnx.Rngs(0))), normal(4, 16)
-    run = nnx.cached_partial(nnx.jit(lambda model, x: model(x)), model)
-    before = run(x)
-    swjax.nnx.quantize_model(model, {".*": "switchback"})
-    same_bits(run(x), before)
-    assert bool(jnp.any(model(x) != before))
-
-
 class Dropped(nnx.Module):
     def __init__(self):
         self.fc = swjax.nnx.Linear(16, 8, rngs=nnx.Rngs(0), recipe="switchback")
