@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from PIL import Image
 
 from swjax import data
 from swjax.data import images as pixels
@@ -300,35 +299,16 @@ def test_fit_is_antialiased_and_weighs_colours_by_opacity():
     np.testing.assert_allclose(pixels.fit(image, 8)[..., :3], [[[200, 100, 50]] * 8] * 8, atol=3)
 
 
-def test_random_resized_crop_shows_what_was_asked_for():
-    height, width = 90, 120
-    rows, columns = np.mgrid[:height, :width].astype(np.uint8)
-    image = np.stack([rows, columns, rows], axis=-1)
+def test_random_boxes_have_the_shares_and_shapes_that_were_asked_for():
     rng = np.random.default_rng(0)
-    boxes = []
-    for _ in range(200):
-        crop = data.random_resized_crop(image, rng, 30, scale=(0.5, 0.8)).astype(float)
-        assert crop.shape == (30, 30, 3)
-        # The slopes and means of the ramps give the height, width and position of the rectangle.
-        h = (crop[-6, :, 0] - crop[5, :, 0]).mean() / 19 * 30
-        w = (crop[:, -6, 1] - crop[:, 5, 1]).mean() / 19 * 30
-        boxes.append((h, w, crop[..., 0].mean(), crop[..., 1].mean()))
-    h, w, y, x = np.array(boxes).T
-    share = h * w / (height * width)
+    boxes = [pixels.random_box(90, 120, rng, scale=(0.5, 0.8)) for _ in range(200)]
+    sides = [(s.start, s.stop) for box in boxes for s in box]
+    (top, bottom), (left, right) = np.array(sides).reshape(-1, 2, 2).transpose(1, 2, 0)
+    h, w = bottom - top, right - left
+    assert min(top.min(), left.min()) >= 0 and bottom.max() <= 90 and right.max() <= 120
+    share = h * w / (90 * 120)
     assert 0.47 < share.min() < 0.55 and 0.75 < share.max() < 0.83
     assert 0.7 < (w / h).min() < 0.85 and 1.15 < (w / h).max() < 1.4
-    assert y.std() > 3 and x.std() > 3
-
-
-def test_random_resized_crop_of_a_narrow_image_takes_the_middle():
-    image = np.zeros((4, 400, 3), np.uint8)
-    image[:, 190:210] = 255
-    crop = data.random_resized_crop(image, np.random.default_rng(0), 8)
-    assert (crop == 255).all()
-
-
-def test_whole_crop_is_pillows_bicubic():
-    image = np.random.default_rng(0).integers(0, 256, (50, 50, 3), np.uint8)
-    crop = data.random_resized_crop(image, np.random.default_rng(0), 20, (1, 1), (1, 1))
-    expected = Image.fromarray(image).resize((20, 20), Image.Resampling.BICUBIC)
-    np.testing.assert_array_equal(crop, expected)
+    assert (top + bottom).std() > 6 and (left + right).std() > 6
+    narrow = pixels.random_box(4, 400, rng)
+    assert narrow == (slice(0, 4), slice(197, 202))  # the middle, as no such rectangle fits

@@ -38,7 +38,7 @@ for task in ("mixed", "strict"):
 def data_dir(tmp_path_factory):
     """A directory with the prepared sample."""
     path = str(tmp_path_factory.mktemp("data"))
-    data.prepare("emoji", data_dir=path, config="sample")
+    sample("train", path)
     return path
 
 
@@ -345,7 +345,7 @@ def test_failed_preparation_leaves_nothing(tmp_path, monkeypatch):
 
 @pytest.mark.release
 def test_a_new_version_is_prepared_anew(data_dir, tmp_path, monkeypatch):
-    data.prepare("emoji", data_dir=str(tmp_path), config="sample")
+    sample("train", str(tmp_path))
     builder = emoji_dataset_builder.Builder
     monkeypatch.setattr(builder, "VERSION", type(builder.VERSION)("1.1.0"))
     drawn = []
