@@ -1,6 +1,5 @@
 """The studies in benchmarks/studies: each runs in its shortest form, and resumes where it was interrupted."""
 
-import argparse
 import doctest
 import importlib
 import itertools
@@ -288,32 +287,6 @@ def test_planted_outliers_leave_the_function_as_it_is(study):
     assert sorted(set(scale.tolist())) == [1, 30] and scale.tolist().count(30) == 6
     columns = np.max(model.blocks[0].mlp.up.kernel[...] / up, 0).round().tolist()
     assert columns.count(30) == 6 and columns.count(1) == len(columns) - 6
-
-
-def test_remedies_for_outliers_in_the_products_of_swiglu(study):
-    """`down` stays in 16 bits, or reads channels of like magnitude; the other layers follow the recipe."""
-    from flax import nnx
-
-    language = importlib.import_module("language")
-    from examples.language_model.model import Config, Llama
-    from swjax.nnx import product_of
-
-    for remedy in language.REMEDIES:
-        model = nnx.jit(lambda: Llama(Config(16, 32, 2, 1, 1), rngs=nnx.Rngs(0)))()
-        language.convert(model, f"switchback+{remedy}")
-        mlp = model.blocks[0].mlp
-        assert product_of(mlp.gate).recipe == product_of(mlp.up).recipe != product_of(mlp.down)
-    x = jnp.array([[1024.0, 1, 1, 0], [512, 1, 0.5, 0]])
-    seen = []
-    for power, divisor in ((1, 1024), (0.5, 32)):
-        product = language.smoothed(lambda x, w: seen.append((x, w)) or x @ w, power)
-        y = product(x, jnp.ones((4, 3)))
-        scaled, w = seen.pop()
-        assert scaled[0].tolist() == [1024 / divisor, 1, 1, 0]
-        assert w[:3, 0].tolist() == [divisor, 1, 1]
-        assert y.tolist() == (x @ jnp.ones((4, 3))).tolist()
-    with pytest.raises(argparse.ArgumentTypeError, match="an arm is one of"):
-        language.arm("switchback+cleaned")
 
 
 def test_a_corpus_has_no_copies_and_holds_out_packages(study, tmp_path):
