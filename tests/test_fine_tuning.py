@@ -138,16 +138,6 @@ def test_what_differs_is_adapted_and_said_in_one_line_each(micro, tmp_path, capl
     assert "the first 8 positions are kept and 4 are new" in caplog.text
 
 
-@pytest.mark.release
-def test_a_run_of_another_image_size_is_adapted_too(reference, micro, tmp_path, caplog):
-    workdir = reference[1]
-    first = final_state(micro(), workdir)[0]["params"]
-    params = start(micro(checkpoint__init_from=str(workdir), data__image_size=24))
-    assert_same_bits(params["text"], first["text"])
-    assert params["vision"]["position_embedding"].shape == (10, 32)
-    assert "is interpolated: [5, 32] in the weights, [10, 32] here" in caplog.text
-
-
 def test_a_run_without_a_key_of_its_config_is_one_line(micro, tmp_path):
     saved = json.loads(config_lib.to_json(micro()))
     del saved["model"]["architecture"]
