@@ -42,7 +42,6 @@ from swjax.training.state.initialization import (
 )
 from swjax.training.state.model_of_weights import settle_model
 from swjax.training.state.restore import first_state
-from train import main
 
 
 def shapes(init):
@@ -374,14 +373,6 @@ def test_fine_tuning_from_the_command_to_the_scores(shared_cache, micro, tmp_pat
     again = subprocess.run([*command, "--config.train.steps=3"], **options)
     assert again.returncode == 0, again.stderr
     assert final_state(config, workdir)[1]["batches"] == 3
-
-
-def test_a_command_that_names_no_weights_ends_in_one_line(shared_cache, tmp_path, capsys):
-    changes = {"checkpoint.init_from": tmp_path / "absent", "train.compilation_cache": shared_cache}
-    _, *arguments = command_of(tmp_path / "run", **changes)
-    assert main(arguments) == 2
-    errors = capsys.readouterr().err
-    assert errors.count("\n") == 1 and "no checkpoint and no weights" in errors
 
 
 @pytest.mark.release

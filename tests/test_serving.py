@@ -467,17 +467,6 @@ def test_nnx_kernels_that_another_module_normalizes_stay_float(norm):
     same_bits(models[1](x), models[0](x))
 
 
-def test_a_model_of_shapes_is_prequantized(tmp_path):
-    make = lambda: swjax.nnx.quantize_model(
-        nnx.Sequential(nnx.Linear(16, 8, rngs=nnx.Rngs(0))), {".*": "switchback"}
-    )
-    model = serving.prequantize(make())
-    shapes = serving.prequantize(nnx.eval_shape(make))
-    serving.save(tmp_path / "model.safetensors", model)
-    x = normal(4, 16)
-    same_bits(serving.load(tmp_path / "model.safetensors", shapes)(x), model(x))
-
-
 def test_errors_of_an_exported_function_are_its_own():
     pytest.importorskip("flatbuffers", reason="needs flatbuffers: pip install flatbuffers")
     x = jax.ShapeDtypeStruct((4, 16), jnp.float32)
