@@ -6,6 +6,7 @@ A chart shows results of one run on one GPU, unless its page says otherwise.
 """
 
 import argparse
+import itertools
 import json
 import re
 import sys
@@ -396,24 +397,28 @@ def draw_pairs(figure) -> None:
 
 def draw_language(figure) -> None:
     """Draws the paired differences of a language model's loss, their means and 95% intervals."""
-    figure.set_size_inches(7.2, 3.2)
-    axes, runs = figure.subplots(), read("language")["runs"]
-    rows = {row["arm"]: row for row in language.summary(runs)}
-    arms = [arm for arm in language.ARMS if arm in rows]
-    for y, arm in enumerate(arms):
-        pairs, row = language.differences(runs, arm, "val"), rows[arm]
+    figure.set_size_inches(7.2, 4.2)
+    axes = figure.subplots()
+    parts = {"": read("language")["runs"], ", new seeds": read("language_second")["runs"]}
+    found = {
+        (row["arm"], part): row for part, runs in parts.items() for row in language.summary(runs)
+    }
+    shown = [each for each in itertools.product(language.ARMS, parts) if each in found]
+    for y, (arm, part) in enumerate(shown):
+        pairs, row = language.differences(parts[part], arm, "val"), found[arm, part]
         color = PEER if arm == paired.CONTROL else OTHER if "fp8" in arm else OURS
         axes.plot(pairs, [y] * len(pairs), "|", color=color, markersize=9, alpha=0.6)
         axes.errorbar(row["mean"], y, xerr=row["half"], fmt="o", color=color, capsize=4)
-        found = f"{row['mean']:+.4f} ± {row['half']:.4f}, {row['pairs']} pairs"
-        axes.text(0.0072, y, found, va="center", fontsize=8.5)
+        said = f"{row['mean']:+.4f} ± {row['half']:.4f}, {row['pairs']} pairs"
+        axes.text(0.0072, y, said, va="center", fontsize=8.5)
     axes.axvspan(-language.MARGIN, language.MARGIN, color="black", alpha=0.06, linewidth=0)
     axes.axvline(0, color="black", linewidth=0.8)
-    axes.set_yticks(range(len(arms)), ["control, minus bf16", *arms[1:]])
+    names = {paired.CONTROL: "control, minus bf16"}
+    axes.set_yticks(range(len(shown)), [names.get(arm, arm) + part for arm, part in shown])
     axes.invert_yaxis()
     axes.set_xlim(-0.0085, 0.0145)
     axes.set_xticks([-0.006, -0.003, 0, 0.003, 0.006])
-    said = "validation loss minus the mean of bf16 and its control, nats a byte; shaded: margin"
+    said = "loss minus the mean of bf16 and its control, nats a byte; shaded: margin"
     axes.set_xlabel(said, fontsize=9)
     clear(axes)
     say(figure, "No 8-bit recipe raises a language model's loss by the margin of 0.003")
