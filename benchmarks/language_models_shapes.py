@@ -86,10 +86,10 @@ SHAPES = {
         "tiny-moe": Shape(64, 32, 4, 2, 16, 1, 2, 64, experts=8, chosen=2),
     },
     "step": {
-        "llama-3-8b": Shape(4096, 14336, 32, 8, 128, 32, 2, 4096, 128_256, tied=False),
+        "llama-3-8b": Shape(4096, 14336, 32, 8, 128, 32, 1, 8192, 128_256, tied=False),
         "llama-3.2-1b": Shape(2048, 8192, 32, 8, 64, 16, 8, 4096, 128_256),
         "qwen3-0.6b": Shape(1024, 3072, 16, 8, 128, 28, 8, 4096, 151_936, qk_norm=True),
-        "tiny": Shape(64, 128, 4, 2, 16, 1, 2, 64, 100, tied=False, qk_norm=True),
+        "tiny": Shape(64, 128, 4, 2, 16, 1, 2, 64, 128, tied=False, qk_norm=True),
     },
 }
 KINDS = tuple(SHAPES)

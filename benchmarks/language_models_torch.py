@@ -26,7 +26,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -52,7 +52,7 @@ from benchmarks.language_models_shapes import (  # noqa: E402
     with_kinds,
 )
 
-REPEATS, CALLS = 3, 10
+REPEATS = 3
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PACKAGES = ("torch", "torchao", "triton")
 
@@ -338,20 +338,22 @@ def row_of(case: tuple, args) -> dict:
 # --- several processes -----------------------------------------------------------------------------------
 
 
-def rows_of_processes(cases: list[tuple], args, devices: int, deadline: float) -> list[dict]:
-    """The rows of all cases, which processes with a device each measure together."""
+def rows_of_processes(cases: list[tuple], args, devices: int, deadline: float) -> Iterator[dict]:
+    """Yields the rows of all cases, which processes with a device each measure together."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     rows = multiprocessing.get_context("spawn").SimpleQueue()
-    arguments, found = (devices, port, cases, args, deadline, rows), []
-    try:
-        multiprocessing.spawn(process, arguments, nprocs=devices)
-    except multiprocessing.ProcessException as error:
-        print(error, file=sys.stderr)
-    while not rows.empty():
-        found.append(rows.get())
-    return found
+    arguments, ended = (devices, port, cases, args, deadline, rows), False
+    running = multiprocessing.spawn(process, arguments, nprocs=devices, join=False)
+    while not ended:
+        try:
+            ended = running.join(timeout=1)
+        except multiprocessing.ProcessException as error:
+            print(error, file=sys.stderr)
+            ended = True
+        while not rows.empty():
+            yield rows.get()
 
 
 def process(rank: int, devices: int, port: int, cases, args, deadline: float, rows) -> None:
@@ -386,7 +388,9 @@ def measure(prepare: Callable, shape: Shape, devices: int) -> dict:
         run()
     synchronize()
     compile_seconds = time.perf_counter() - began
-    repeats = [seconds_per_call(run) for _ in range(REPEATS)]
+    # About a second at 500 TFLOP/s; all processes make the same number of calls.
+    calls = max(3, min(10, round(5e14 * devices / shape.flops)))
+    repeats = [seconds_per_call(run, calls) for _ in range(REPEATS)]
     seconds = statistics.median(repeats)
     row = {
         "ms": round(1e3 * seconds, 3),
@@ -400,12 +404,12 @@ def measure(prepare: Callable, shape: Shape, devices: int) -> dict:
     return row
 
 
-def seconds_per_call(run: Callable[[], None]) -> float:
+def seconds_per_call(run: Callable[[], None], calls: int) -> float:
     start = time.perf_counter()
-    for _ in range(CALLS):
+    for _ in range(calls):
         run()
     synchronize()
-    return (time.perf_counter() - start) / CALLS
+    return (time.perf_counter() - start) / calls
 
 
 def synchronize() -> None:

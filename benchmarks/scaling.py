@@ -109,7 +109,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="JSON file")
     parser.add_argument("--smoke", action="store_true", help="tiny models on eight CPU devices")
     parser.add_argument("--case", help=argparse.SUPPRESS)
-    parser.add_argument("--turn", type=Path, help=argparse.SUPPRESS)
+    text = "file to wait for before the first case is timed; FILE.compiled tells that it waits"
+    parser.add_argument("--turn", type=Path, metavar="FILE", help=text)
     args = parser.parse_args(argv)
     if args.losses and args.steps == parser.get_default("steps"):
         args.steps = 200
@@ -154,6 +155,8 @@ def measured(todo: list[dict], args) -> Iterator[tuple[dict, dict]]:
             seconds = [args.timeout] * len(group)
             jobs = list(map(partial(pool.submit, run), group, seconds, turns))
             wait_until_compiled(jobs, turns)
+            if args.turn:
+                wait_for(args.turn)
             for case, job, turn in zip(group, jobs, turns):
                 turn.touch()
                 yield case, job.result()

@@ -111,15 +111,17 @@ def wall(function, *arrays, iterations: int = 12) -> float:
 
 
 def seconds_per_call(run: Callable, at_least: float) -> float:
-    """Times consecutive calls after two warm-up calls."""
-    for _ in range(2):
-        jax.block_until_ready(run())
+    """Times consecutive calls after two warm-up calls: three at least, since some take a second."""
+    jax.block_until_ready(run())
+    start = time.perf_counter()
+    jax.block_until_ready(run())
+    in_a_row = max(3, min(8, math.ceil(at_least / (time.perf_counter() - start))))
     start, calls = time.perf_counter(), 0
     while True:
-        for _ in range(8):
+        for _ in range(in_a_row):
             out = run()
         jax.block_until_ready(out)
-        calls += 8
+        calls += in_a_row
         if (elapsed := time.perf_counter() - start) > at_least:
             return elapsed / calls
 
