@@ -20,13 +20,15 @@ benchmarks/notes/language.md has the hypotheses and rules, written before the ru
 """
 
 import argparse
+import contextlib
 import email
+import fcntl
 import functools
 import itertools
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -106,6 +108,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     paired.states_flag(flags)
     flags.add_argument("study", choices=STUDIES)
     flags.add_argument(
+        "--turn",
+        type=Path,
+        metavar="FILE",
+        help="processes with the same file train one at a time, and wait while FILE.pause exists",
+    )
+    flags.add_argument(
         "--arms",
         nargs="+",
         type=arm,
@@ -178,7 +186,10 @@ def runs(args: argparse.Namespace) -> Iterable[study.Run]:
         arms = [*args.arms[half:], *args.arms[:half]]
         for own in STUDIES[args.study](args, arms):
             key = {"study": args.study, **own, "seed": seed, **same}
-            yield key, lambda key=key: measure(Lab.of(settings, args.corpus, args.states), key)
+            yield (
+                key,
+                lambda key=key: measure(Lab.of(settings, args.corpus, args.states, args.turn), key),
+            )
 
 
 def main_runs(args: argparse.Namespace, arms: list[str]) -> Iterable[dict]:
@@ -257,11 +268,15 @@ class Lab:
 
     @staticmethod
     @functools.cache
-    def of(settings: Settings, corpus: Path, states: Path | None) -> "Lab":
-        return Lab(settings, python_text.load(corpus), states)
+    def of(settings: Settings, corpus: Path, states: Path | None, turn: Path | None) -> "Lab":
+        return Lab(settings, python_text.load(corpus), states, turn)
 
     def __init__(
-        self, settings: Settings, corpus: python_text.Corpus, states: Path | None = None
+        self,
+        settings: Settings,
+        corpus: python_text.Corpus,
+        states: Path | None = None,
+        turn: Path | None = None,
     ) -> None:
         import jax
         import jax.numpy as jnp
@@ -269,7 +284,7 @@ class Lab:
 
         from examples.language_model.model import Config, Llama
 
-        self.settings, self.states = settings, states
+        self.settings, self.states, self.turn = settings, states, turn
         self.data, self.val = jnp.asarray(corpus.train), jnp.asarray(corpus.val)
         self.checksums = {name: corpus.manifest[name]["sha256"][:12] for name in ("train", "val")}
         config = Config(*settings.shape, dtype=settings.dtype)
@@ -332,16 +347,19 @@ class Program:
         """Trains all steps; returns the parameters and what is recorded of the run."""
         import jax
 
-        state, losses, seconds, outliers = (params, self.begin(params, hyper)), [], [], {}
         measure = self.lab.program("bf16", "adamw").outliers
-        for start in range(0, hyper.steps, CHUNK):
-            if start % LOOK == 0:
-                outliers[str(start)] = measure(state[0], self.lab.val)
-            began = time.perf_counter()
-            state, piece = self.chunk(state, hyper, start, self.lab.data)
-            losses += jax.device_get(piece)[: hyper.steps - start].tolist()
-            seconds.append((time.perf_counter() - began) / min(CHUNK, hyper.steps - start))
-        ms = 1e3 * float(np.median(seconds[1:] or seconds or [math.nan]))  # the first may compile
+        outliers, losses, seconds = {"0": measure(params, self.lab.val)}, [], []
+        state = params, self.begin(params, hyper)
+        state, _ = self.chunk(state, hyper._replace(steps=0), 0, self.lab.data)  # compiles
+        with turn(self.lab.turn):
+            for start in range(0, hyper.steps, CHUNK):
+                if start and start % LOOK == 0:
+                    outliers[str(start)] = measure(state[0], self.lab.val)
+                began = time.perf_counter()
+                state, piece = self.chunk(state, hyper, start, self.lab.data)
+                losses += jax.device_get(piece)[: hyper.steps - start].tolist()
+                seconds.append((time.perf_counter() - began) / min(CHUNK, hyper.steps - start))
+        ms = 1e3 * float(np.median(seconds or [math.nan]))
         outliers[str(hyper.steps)] = measure(state[0], self.lab.val)
         return state[0], {
             "outliers": jax.tree.map(
@@ -443,6 +461,23 @@ class Program:
             )
             x = middle + block.mlp.down(hidden)
         return jax.tree.map(lambda *each: jnp.stack(each), *found)
+
+
+@contextlib.contextmanager
+def turn(path: Path | None) -> Iterator[None]:
+    """Holds the lock of a GPU, so that another process compiles while this one trains; see --turn."""
+    if path is None:
+        yield
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        while True:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if not path.with_name(f"{path.name}.pause").exists():
+                break
+            fcntl.flock(file, fcntl.LOCK_UN)
+            time.sleep(0.5)
+        yield
 
 
 def convert(model: Any, arm: str) -> None:
