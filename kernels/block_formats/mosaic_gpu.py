@@ -71,15 +71,13 @@ class BlockProductWork(TiledWork):
     """The `pipeline.Work` of one block of threads.
 
     The tensor cores sum the products of one step for BLOCK columns. A thread multiplies these 64 sums by both
-    scales, and adds them to its totals. `a_scale` and `b_scale` are rings in shared memory.
+    scales, which `scratch.vectors` holds, and adds them to its totals.
     """
 
     spec: BlockProductSpec
     inputs: BlockProductRefs
     out: Ref
     scratch: Scratch
-    a_scale: Ref
-    b_scale: Ref
     block: jax.Array
 
     @property
@@ -103,10 +101,8 @@ class BlockProductWork(TiledWork):
 
         def load_step(step, slot, full):
             self.copy_operands(inputs.a, inputs.b, (row, column), step, slot, full)
-            for scale, along, ring in (
-                (inputs.a_scale, rows, self.a_scale),
-                (inputs.b_scale, columns, self.b_scale),
-            ):
+            scales = (inputs.a_scale, rows), (inputs.b_scale, columns)
+            for (scale, along), ring in zip(scales, self.scratch.vectors):
                 plgpu.copy_gmem_to_smem(scale.at[step, along], ring.at[slot], full)
 
         return load_step
@@ -115,18 +111,19 @@ class BlockProductWork(TiledWork):
         shape, rows = (HALF, BLOCK), pl.ds(half * HALF, HALF)
         _, column = self.corner(unit)
         square = lax.rem(column // BLOCK, ALIGNED)  # that of the first part, in a slot
+        a_scale, b_scale = self.scratch.vectors
 
         def multiply(sums, slot, part):
             a, b = self.scratch.a, self.scratch.b
             plgpu.wgmma(sums, a.at[slot, rows], b.at[slot, pl.ds(part * BLOCK, BLOCK)].T)
 
         def add(slot, part, sums, total):
-            scale = pipeline.load_registers(self.a_scale.at[slot], rows)
+            scale = pipeline.load_registers(a_scale.at[slot], rows)
             if self.spec.squares:
-                sums = sums * self.b_scale[slot, square + part]
+                sums = sums * b_scale[slot, square + part]
             else:
                 columns = pl.ds(part * BLOCK, BLOCK)
-                of_columns = pipeline.load_registers(self.b_scale.at[slot], columns)
+                of_columns = pipeline.load_registers(b_scale.at[slot], columns)
                 sums = sums * lax.broadcast_in_dim(of_columns, shape, (1,))
             return total + sums * lax.broadcast_in_dim(scale, shape, (0,))
 
@@ -180,14 +177,8 @@ def block_matmul(
         bias=bias is not None,
     )
 
-    def block_matmul_kernel(*refs):
-        *inputs, out = refs[: len(BlockProductRefs._fields) + 1]
-        *buffers, a_scale, b_scale = refs[len(BlockProductRefs._fields) + 1 :]
-        turn = buffers.pop() if squares else None
-        scratch, block = Scratch(*buffers)._replace(turn=turn), lax.axis_index("block")
-        operands = BlockProductRefs(*inputs)
-        work = BlockProductWork(spec, operands, out, scratch, a_scale, b_scale, block)
-        pipeline.run(work, scratch)
+    def block_matmul_kernel(inputs, out, scratch):
+        pipeline.run(BlockProductWork(spec, inputs, out, scratch, lax.axis_index("block")), scratch)
 
     y = pipeline.launch(
         block_matmul_kernel,
@@ -200,7 +191,7 @@ def block_matmul(
         vectors=(TILE_M, SQUARES if squares else tile.columns),
         piece=PIECE // jnp.dtype(out_dtype).itemsize,
         interpret=interpret,
-    )(*_inputs(spec, a, b, bias))
+    )(_inputs(spec, a, b, bias))
     y = y.reshape(*a.values.shape[:-1], n)
     if addend is None:
         return y

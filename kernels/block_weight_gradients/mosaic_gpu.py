@@ -16,7 +16,7 @@ from swjax.kernels.availability import Unavailable
 from swjax.kernels.block_weight_gradients import mosaic_gpu_rotations as rotations
 from swjax.kernels.block_weight_gradients.reference import cut_into_blocks
 from swjax.kernels.mosaic_gpu import pipeline
-from swjax.kernels.mosaic_gpu.pipeline import HALF, LINE, TILE_M, Ref, Scratch, SumSteps
+from swjax.kernels.mosaic_gpu.pipeline import HALF, LINE, TILE_M, Ref, SumSteps
 from swjax.kernels.mosaic_gpu.slices import Schedule, Slices, best_slices
 from swjax.kernels.weight_gradients.mosaic_gpu import (
     WeightGradientSpec,
@@ -173,14 +173,13 @@ def block_products(
     schedule = Schedule(math.prod(grid), blocks, count, slices)
     spec = WeightGradientSpec(grid, tokens // count, schedule)
 
-    def weight_gradient_blocks_kernel(x, *refs):
-        g_refs, (x_scale, g_scale) = refs[:layers], refs[layers : layers + 2]
-        outs, buffers = refs[layers + 2 : 2 * layers + 2], refs[2 * layers + 2 :]
-        block, done, scratch = lax.axis_index("block"), None, Scratch(*buffers)
+    def weight_gradient_blocks_kernel(x, gs, x_scale, g_scale, *refs):
+        *outs, scratch = refs
+        block, done = lax.axis_index("block"), None
         if schedule.adds_slices:
             done = pl.get_global(plgpu.SemaphoreType.REGULAR((schedule.tile_count, 2)))
         work = BlockWeightGradientWork(
-            spec, x, g_refs, outs, scratch, block, done, x_scale, g_scale
+            spec, x, gs, tuple(outs), scratch, block, done, x_scale, g_scale
         )
         pipeline.run(work, scratch)
 
@@ -198,7 +197,7 @@ def block_products(
         interpret=interpret,
     )(
         x,
-        *gs,
+        gs,
         padded(x_scale, grid[0] * TILE_M),
         jnp.concatenate([padded(scale, columns * COLUMNS) for scale in g_scales], axis=1),
     )

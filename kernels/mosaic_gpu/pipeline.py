@@ -33,30 +33,30 @@ MEMORY = 2  # the index of the memory warpgroup
 
 
 class Scratch(NamedTuple):
-    """The shared memory of a block, in the order of the kernel's arguments.
+    """The shared memory of a block. A kernel that does not use one of its parts has None.
 
     Attributes:
       a, b: rings of operands, [stages, ...].
       out: [2, 2, HALF, piece], two buffers of each compute warpgroup; four if an array is added to the tiles.
+      mirrored: [2, piece, HALF], a buffer of each compute warpgroup for transposes of pieces.
       full, empty: a barrier for each slot of the rings.
-      addend: a barrier for each compute warpgroup: its half of the array that is added has arrived. None if
-        no array is added.
-      turn: a barrier for each compute warpgroup and slot: it has multiplied the first part of a `Fold`. None
-        if they do not take turns.
+      addend: a barrier for each compute warpgroup: its half of the array that is added has arrived.
+      turn: a barrier for each compute warpgroup and slot: it has multiplied the first part of a `Fold`.
       edge: [2, HALF, piece], a buffer without swizzle of each compute warpgroup, of which any rows can be
-        written. None if only whole tiles are written.
-      mirrored: [2, piece, HALF], a buffer of each compute warpgroup for transposes of pieces, or None.
+        written.
+      vectors: rings of float32 vectors, such as scales, [stages, length] each.
     """
 
     a: Ref
     b: Ref
     out: Ref
-    full: Ref
-    empty: Ref
+    mirrored: Ref = None
+    full: Ref = None
+    empty: Ref = None
     addend: Ref = None
     turn: Ref = None
     edge: Ref = None
-    mirrored: Ref = None
+    vectors: tuple[Ref, ...] = ()
 
 
 class Fold(NamedTuple):
@@ -433,7 +433,7 @@ def launch(
     """Builds a product kernel of `blocks` clusters of blocks, as a function of its inputs.
 
     Args:
-      body: function of the refs of the inputs, of the outputs and of a `Scratch`.
+      body: see `kernel`; its scratch is a `Scratch`.
       out: shape and dtype of the output, or of outputs of one dtype.
       rings: shape and dtype of a slot of each ring.
       stages: number of slots of the rings.
@@ -443,7 +443,7 @@ def launch(
       edge: whether `store_rows` writes some of the tiles.
       turns: whether the compute warpgroups take turns to start the steps of a `Fold`, so that one adds while
         the other one multiplies.
-      vectors: lengths of float32 slots, such as scales: a ring [stages, length] each, after the `Scratch`.
+      vectors: lengths of the rings of vectors.
       piece: number of columns written at a time; None: they fill a line.
       interpret: parameters of Pallas's interpreter, or None.
     """
@@ -459,22 +459,24 @@ def launch(
     dtype = jax.tree.leaves(out)[0].dtype
     piece = piece or piece_of(dtype)
     pieces = TILE_N // piece
-    out_buffers = buffer((2, pieces if addend else 2, HALF, piece), dtype)
-    scratch: tuple = (a, b, out_buffers, full, empty)
-    if addend:
-        scratch += (plgpu.Barrier(num_arrivals=pieces, num_barriers=2),)
-    if turns:
-        scratch += (plgpu.Barrier(num_arrivals=1, num_barriers=2 * stages),)
-    if edge:
-        scratch += (plgpu.SMEM((2, HALF, piece), dtype),)
-    scratch += tuple(plgpu.SMEM((stages, length), jnp.float32) for length in vectors)
+    scratch = Scratch(
+        a=a,
+        b=b,
+        out=buffer((2, pieces if addend else 2, HALF, piece), dtype),
+        full=full,
+        empty=empty,
+        addend=plgpu.Barrier(num_arrivals=pieces, num_barriers=2) if addend else None,
+        turn=plgpu.Barrier(num_arrivals=1, num_barriers=2 * stages) if turns else None,
+        edge=plgpu.SMEM((2, HALF, piece), dtype) if edge else None,
+        vectors=tuple(plgpu.SMEM((stages, length), jnp.float32) for length in vectors),
+    )
     return kernel(body, out, scratch, blocks=blocks, interpret=interpret, **in_clusters)
 
 
 def kernel(
     body: Callable,
     out: Any,
-    scratch: tuple,
+    scratch: NamedTuple,
     *,
     blocks: int,
     interpret: Any,
@@ -484,9 +486,10 @@ def kernel(
     """Builds a kernel of two compute warpgroups and the memory warpgroup, as a function of its inputs.
 
     Args:
-      body: function of the refs of the inputs, of the outputs and of `scratch`.
+      body: function of refs: of the inputs, of each output, and of the scratch. Inputs and scratch have the
+        structure in which they are given, such as that of a NamedTuple.
       out: shapes and dtypes of the outputs.
-      scratch: shared memory and barriers.
+      scratch: shared memory and barriers, allocated in this order.
       blocks: number of clusters of blocks.
       interpret: parameters of Pallas's interpreter, or None.
       fast_math: whether exponentials use the GPU's approximate instruction (relative error about 2**-22).
@@ -495,7 +498,7 @@ def kernel(
     return plgpu.kernel(
         body,
         out_type=out,
-        scratch_types=list(scratch),
+        scratch_types=[scratch],
         grid=(blocks,),
         grid_names=("block",),
         num_threads=MEMORY + 1,

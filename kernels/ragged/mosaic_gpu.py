@@ -288,12 +288,8 @@ def ragged_matmul(
         step=LINE // dtype.itemsize,
     )
 
-    def ragged_matmul_kernel(*refs):
-        inputs, out = RaggedRefs(*refs[: len(RaggedRefs._fields)]), refs[len(RaggedRefs._fields)]
-        *scratch_refs, edge = refs[len(RaggedRefs._fields) + 1 :]
-        scratch = Scratch(*scratch_refs)._replace(edge=edge)
-        block = lax.axis_index("block")
-        pipeline.run(RaggedWork(spec, inputs, out, scratch, block), scratch)
+    def ragged_matmul_kernel(inputs, out, scratch):
+        pipeline.run(RaggedWork(spec, inputs, out, scratch, lax.axis_index("block")), scratch)
 
     of_b = (TILE_N, spec.step) if spec.last else (spec.step, TILE_N)
     y = pipeline.launch(
@@ -306,7 +302,7 @@ def ragged_matmul(
         addend=spec.addend,
         edge=True,
         interpret=interpret,
-    )(*_inputs(spec, a, b, group_sizes, addend if fused else None))
+    )(_inputs(spec, a, b, group_sizes, addend if fused else None))
     if addend is None or fused:
         return y
     y = (y.astype(jnp.float32) + addend.astype(jnp.float32)).astype(out_dtype)

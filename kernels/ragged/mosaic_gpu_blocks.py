@@ -170,9 +170,7 @@ def ragged_block_weight_gradient(
         of_groups = GroupTiles(groups, grid, multiprocessors or tiles.multiprocessors())
         spec = BlockSpec(of_groups, block // LINE)
 
-        def ragged_blocks_kernel(*refs):
-            inputs, out = BlockRefs(*refs[: len(BlockRefs._fields)]), refs[len(BlockRefs._fields)]
-            scratch = Scratch(*refs[len(BlockRefs._fields) + 1 :])
+        def ragged_blocks_kernel(inputs, out, scratch):
             index = lax.axis_index("block")
             pipeline.run(RaggedBlocksWork(spec, inputs, out, scratch, index), scratch)
 
@@ -189,7 +187,7 @@ def ragged_block_weight_gradient(
             cluster=1,
             piece=PIECE,
             interpret=interpret,
-        )(*tables, a, b, *padded)
+        )(BlockRefs(*tables, a, b, *padded))
 
     return tuple(product(*of_g) for of_g in of_gs)
 

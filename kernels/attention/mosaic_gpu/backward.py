@@ -27,11 +27,7 @@ from jax import lax
 
 from swjax.kernels import tiles
 from swjax.kernels.attention.mosaic_gpu import backward_heads
-from swjax.kernels.attention.mosaic_gpu.backward_copies import (
-    BackwardScratch,
-    allocate,
-    shared_memory,
-)
+from swjax.kernels.attention.mosaic_gpu.backward_copies import allocate, shared_memory
 from swjax.kernels.attention.mosaic_gpu.backward_heads import ROWS, Heads
 from swjax.kernels.attention.mosaic_gpu.backward_products import BackwardWork
 from swjax.kernels.attention.tiles import LONGEST_SEQUENCE
@@ -63,12 +59,9 @@ def attention_backward(
     slots = 2 if shared_memory(tokens, width, 2) <= SHARED_MEMORY else 1
     padded = backward_heads.padded(tokens)
 
-    def attention_backward_kernel(q, k, v, out, g, lse, dq, dk, dv, *buffers):
-        block = lax.axis_index("block")
-        heads = Heads(q.shape, blocks, block, interpret is not None)
-        work = BackwardWork(
-            heads, q, k, v, out, g, lse, dq, dk, dv, BackwardScratch(*buffers), slots, causal
-        )
+    def attention_backward_kernel(q, k, v, out, g, lse, dq, dk, dv, scratch):
+        heads = Heads(q.shape, blocks, lax.axis_index("block"), interpret is not None)
+        work = BackwardWork(heads, q, k, v, out, g, lse, dq, dk, dv, scratch, slots, causal)
         backward_heads.specialize(work.copy, work.compute)
 
     like_q = jax.ShapeDtypeStruct(q.shape, q.dtype)

@@ -14,7 +14,7 @@ from swjax.kernels.attention.mosaic_gpu.backward_heads import COMPUTE, ROWS, Hea
 
 
 class BackwardScratch(NamedTuple):
-    """The shared memory of a block, in the order of the kernel's arguments.
+    """The shared memory of a block.
 
     Attributes:
       q, k, v, g: [slots, span, d].

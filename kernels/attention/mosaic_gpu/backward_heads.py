@@ -9,9 +9,9 @@ there, unless the array is contiguous over sequences: Mosaic clips copies at the
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -229,13 +229,13 @@ def specialize(copy: Callable[[], None], work: Callable[[jax.Array], None]) -> N
 
 
 def kernel(
-    body: Callable, out: Any, scratch: Sequence[Any], *, blocks: int, interpret: Any
+    body: Callable, out: Any, scratch: NamedTuple, *, blocks: int, interpret: Any
 ) -> Callable:
-    """Builds a kernel of compute warpgroups and a memory warpgroup, as a function of its inputs."""
+    """Builds a kernel of compute warpgroups and a memory warpgroup; see `pipeline.kernel`."""
     return plgpu.kernel(
         body,
         out_type=out,
-        scratch_types=list(scratch),
+        scratch_types=[scratch],
         grid=(blocks,),
         grid_names=("block",),
         num_threads=COMPUTE + 1,

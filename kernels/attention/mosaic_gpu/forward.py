@@ -368,11 +368,9 @@ def attention(
     batch, tokens, heads, width = q.shape
     blocks = multiprocessors or tiles.multiprocessors()
 
-    def attention_forward_kernel(q, k, v, out, lse, *buffers):
+    def attention_forward_kernel(q, k, v, out, lse, scratch):
         block = lax.axis_index("block")
-        work = ForwardWork(
-            q, k, v, out, lse, heads, block, blocks, ForwardScratch(*buffers), causal
-        )
+        work = ForwardWork(q, k, v, out, lse, heads, block, blocks, scratch, causal)
         pipeline.specialize(work.copy, work.compute)
 
     buffers = forward_scratch.allocate(tokens, width, q.dtype)

@@ -27,7 +27,7 @@ WARPGROUPS = 2  # number of warpgroups that compute
 
 
 class ForwardScratch(NamedTuple):
-    """The shared memory of a block, in the order of the kernel's arguments.
+    """The shared memory of a block.
 
     Attributes:
       k: keys, [SLOTS, `copied_keys`, d].

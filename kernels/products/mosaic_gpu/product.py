@@ -267,11 +267,8 @@ def matmul(
         addend=fused is not None,
     )
 
-    def matmul_kernel(*refs):
-        *inputs, out = refs[: len(ProductRefs._fields) + 1]
-        scratch = Scratch(*refs[len(ProductRefs._fields) + 1 :])
-        block = lax.axis_index("block")
-        pipeline.run(MatmulWork(spec, ProductRefs(*inputs), out, scratch, block), scratch)
+    def matmul_kernel(inputs, out, scratch):
+        pipeline.run(MatmulWork(spec, inputs, out, scratch, lax.axis_index("block")), scratch)
 
     y = pipeline.launch(
         matmul_kernel,
@@ -282,7 +279,7 @@ def matmul(
         cluster=cluster,
         addend=spec.addend,
         interpret=interpret,
-    )(*_inputs(spec, a, b, bias, fused))
+    )(_inputs(spec, a, b, bias, fused))
     y = y.reshape(*a.values.shape[:-1], n)
     if addend is None or fused is not None:
         return y
