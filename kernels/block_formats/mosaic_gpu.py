@@ -127,8 +127,7 @@ class BlockProductWork(TiledWork):
                 sums = sums * lax.broadcast_in_dim(of_columns, shape, (1,))
             return total + sums * lax.broadcast_in_dim(scale, shape, (0,))
 
-        nothing = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
-        fold = Fold(multiply, add, (nothing,) * (self.columns // BLOCK))
+        fold = Fold(multiply, add, (pipeline.zeros(shape),) * (self.columns // BLOCK))
         return sum_steps(0, self.spec.steps, fold=fold)
 
     def store(self, unit: jax.Array, total: tuple, half: jax.Array) -> None:
@@ -232,8 +231,7 @@ def why_not(
     lengths = {"rows": (a.values.size // k, 8), "k": (k, BLOCK), "n": (n, piece)}
     if reason := pipeline.why_not_multiples(lengths, remedy="xla"):
         return reason
-    # See `products.mosaic_gpu.product.why_not`.
-    return None if n > piece else Unavailable(f"needs n above {piece}, got {n}: use 'xla'")
+    return pipeline.why_not_columns(n, piece, remedy="xla")
 
 
 WHY_NOT = {"block_matmul": why_not}

@@ -160,8 +160,7 @@ class Rotation:
             return lax.fori_loop(0, steps, copy_step, used)
 
         used = lax.fori_loop(0, self.units(), copy_unit, 0)
-        empty = lambda s, _: pipeline.wait_for_slot(self.scratch.empty, used + s, STAGES)
-        lax.fori_loop(0, STAGES, empty, None)
+        pipeline.wait_for_readers(self.scratch.empty, used, STAGES)
 
     def compute(self, warpgroup: jax.Array) -> None:
         """Quantizes and writes the steps of one compute warpgroup."""

@@ -20,7 +20,7 @@ from swjax.kernels.availability import Unavailable
 from swjax.kernels.formats import QTensor
 from swjax.kernels.mosaic_gpu import pipeline
 from swjax.kernels.mosaic_gpu.pipeline import HALF, LINE, TILE_M, TILE_N, Ref, Scratch, SumSteps
-from swjax.kernels.products.mosaic_gpu.product import TiledWork
+from swjax.kernels.products.mosaic_gpu.product import TiledWork, fits_buffers
 from swjax.kernels.products.tiles import MosaicTile
 from swjax.kernels.ragged.mosaic_gpu_blocks import (
     ragged_block_weight_gradient,
@@ -269,7 +269,7 @@ def ragged_matmul(
     matrices = b.values if isinstance(b, QTensor) else b
     (m, k), groups, n, dtype = values.shape, len(matrices), matrices.shape[3 - axis], values.dtype
     cluster = cluster or mosaic_cluster(m, groups)
-    fused = addend is not None and addend.dtype == out_dtype and addend.dtype.itemsize == 2
+    fused = addend is not None and fits_buffers(addend, out_dtype)
     tile = tile or mosaic_tile(n, k, dtype.itemsize)
     if fused:  # memory of a slot serves the addend
         tile = replace(tile, stages=min(tile.stages, 3))
@@ -343,19 +343,15 @@ def why_not(
     matrices = b.values if isinstance(b, QTensor) else b
     if values.dtype.itemsize > 2:
         return Unavailable(f"is for operands of 8 and 16 bits, got {values.dtype}: use 'xla'")
-    if values.dtype != matrices.dtype and jax.__version_info__ < (0, 11):
-        return Unavailable(
-            f"needs jax 0.11 for operands of two types, got {values.dtype} and "
-            f"{matrices.dtype} with jax {jax.__version__}: update jax, or use 'triton'"
-        )
+    if reason := pipeline.why_not_dtypes(values.dtype, matrices.dtype, remedy="triton"):
+        return reason
     m, n = values.shape[0], matrices.shape[3 - axis]
     piece = pipeline.piece_of(out_dtype)
     step = LINE // values.dtype.itemsize
     lengths = {"rows": (m, ALIGNMENT), "k": (values.shape[1], step), "n": (n, max(piece, 64))}
     if reason := pipeline.why_not_multiples(lengths, remedy="triton"):
         return reason
-    # See `products.mosaic_gpu.product.why_not`.
-    return None if n > piece else Unavailable(f"needs n above {piece}, got {n}: use 'triton'")
+    return pipeline.why_not_columns(n, piece, remedy="triton")
 
 
 WHY_NOT = {

@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from swjax.kernels import tiles
 from swjax.kernels.availability import Unavailable
-from swjax.kernels.block_weight_gradients.mosaic_gpu import COLUMNS, PIECE, STAGES
+from swjax.kernels.block_weight_gradients.mosaic_gpu import COLUMNS, PIECE, STAGES, sum_blocks
 from swjax.kernels.block_weight_gradients.mosaic_gpu import why_not as why_not_blocks
 from swjax.kernels.mosaic_gpu import pipeline
 from swjax.kernels.mosaic_gpu.pipeline import HALF, LINE, TILE_M, Ref, Scratch, SumSteps
@@ -110,22 +110,13 @@ class RaggedBlocksWork:
         first, steps = self.inputs.first_block[number], self.inputs.step_count[number]
         block_steps = self.spec.block_steps
 
-        def add_block(i, total):
-            # Scales are read before the sum, which hides their latency.
-            a_scale, b_scale = (
-                pipeline.load_registers(scale.at[first + i], pl.ds(at, length))
-                for scale, at, length in (
-                    (self.inputs.a_scale, row + half * HALF, HALF),
-                    (self.inputs.b_scale, column, COLUMNS),
-                )
-            )
+        def sum_block(i):
             count = jnp.minimum(steps - i * block_steps, block_steps)
-            sums = sum_steps(i * block_steps, count).astype(jnp.float32)
-            scaled = sums * lax.broadcast_in_dim(b_scale, sums.shape, (1,))
-            return total + scaled * lax.broadcast_in_dim(a_scale, sums.shape, (0,))
+            return sum_steps(i * block_steps, count)
 
-        nothing = plgpu.layout_cast(jnp.zeros((HALF, COLUMNS), jnp.float32), plgpu.Layout.WGMMA)
-        return lax.fori_loop(0, self.inputs.block_count[number], add_block, nothing)
+        count = self.inputs.block_count[number]
+        scales = self.inputs.a_scale, self.inputs.b_scale
+        return sum_blocks(sum_block, first, count, scales, (row, column), half)
 
     def store(self, unit: jax.Array, sums: jax.Array, half: jax.Array) -> None:
         number, row, column = self.place(unit)

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from swjax.kernels import tiles
 from swjax.kernels.availability import Unavailable
@@ -100,8 +99,7 @@ class MatmulSumWork(TiledWork):
             sums = sum_steps(i * self.spec.steps, self.spec.steps).astype(jnp.float32)
             return total + sums * lax.broadcast_in_dim(scale, sums.shape, (0,))
 
-        nothing = plgpu.layout_cast(jnp.zeros((HALF, COLUMNS), jnp.float32), plgpu.Layout.WGMMA)
-        return lax.fori_loop(0, len(self.inputs.a), add_product, nothing)
+        return lax.fori_loop(0, len(self.inputs.a), add_product, pipeline.zeros((HALF, COLUMNS)))
 
     def store(self, unit: jax.Array, total: jax.Array, half: jax.Array) -> None:
         pieces, to = lambda at: total[:, at : at + PIECE], self.out.at[self.area(unit, half)]
