@@ -165,10 +165,10 @@ def ragged_block_weight_gradient(
             index = lax.axis_index("block")
             pipeline.run(RaggedBlocksWork(spec, inputs, out, scratch, index), scratch)
 
-        padded = [
+        of_rows, of_columns = (
             jnp.pad(scale, ((0, 0), (0, count * tile - scale.shape[1])))
             for scale, count, tile in zip((a_scale, b_scale), grid, (TILE_M, COLUMNS))
-        ]
+        )
         return pipeline.launch(
             ragged_blocks_kernel,
             jax.ShapeDtypeStruct((groups, k, n), out_dtype),
@@ -178,19 +178,25 @@ def ragged_block_weight_gradient(
             cluster=1,
             piece=PIECE,
             interpret=interpret,
-        )(BlockRefs(*tables, a, b, *padded))
+        )(BlockRefs(**tables, a=a, b=b, a_scale=of_rows, b_scale=of_columns))
 
     return tuple(product(*of_g) for of_g in of_gs)
 
 
-def _tables(blocks: GroupBlocks, block: int) -> tuple[jax.Array, ...]:
+def _tables(blocks: GroupBlocks, block: int) -> dict[str, jax.Array]:
     """The tables of `BlockRefs`."""
-    order, first, count = largest_first(blocks.first_block, blocks.counts)
+    group, first, count = largest_first(blocks.first_block, blocks.counts)
     last = jnp.maximum(first + count - 1, 0)
     # All blocks but the last one have `block` rows.
     last_steps = (blocks.end[last] - blocks.first[last] + LINE - 1) // LINE
     steps = jnp.where(count > 0, (count - 1) * (block // LINE) + last_steps, 0)
-    return order, first, count, blocks.to[first] // LINE, steps
+    return {
+        "group": group,
+        "first_block": first,
+        "block_count": count,
+        "first_step": blocks.to[first] // LINE,
+        "step_count": steps,
+    }
 
 
 def why_not_block_weight_gradient(

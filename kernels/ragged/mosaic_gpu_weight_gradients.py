@@ -174,6 +174,7 @@ def ragged_weight_gradient(
         multiprocessors or tiles.multiprocessors(),
     )
     starts, ends = bounds(group_sizes, m)
+    group, start, size = largest_first(starts, ends - starts)
 
     def ragged_weight_gradient_kernel(inputs, out, scratch):
         block = lax.axis_index("block")
@@ -188,7 +189,7 @@ def ragged_weight_gradient(
         blocks=of_groups.blocks,
         cluster=1,
         interpret=interpret,
-    )(GradientRefs(*largest_first(starts, ends - starts), x, g))
+    )(GradientRefs(group, start, size, x, g))
 
 
 def why_not_weight_gradient(x: jax.Array, g: jax.Array, *_: Any, **__: Any) -> Unavailable | None:
