@@ -11,7 +11,6 @@ diagnostics  reports what preceded the loss spikes of a run: report, replay
 compare      measures how recipes and dtypes change layers and the loss
 data check   reads a data set as training does: counts, sizes, captions and bad examples
 data verify  verifies the checksums of the prepared icons
-convert      converts WebDataset tars to array_record
 export       writes the model of a run for open_clip, Hugging Face or big_vision, or as programs
 """
 
@@ -36,7 +35,6 @@ COMMANDS = {
     "diagnostics": "swjax.diagnostics",
     "compare": "swjax.tools.compare_precision",
     "data": "swjax.report.data_check",
-    "convert": "swjax.data.convert",
     "export": "swjax.inference.export_command",
 }
 # Commands of these commands, for suggestions.

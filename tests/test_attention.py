@@ -253,9 +253,7 @@ def test_other_segments_are_refused():
     for ids in (jnp.zeros((2, 4)), jnp.zeros(4, int)):
         with pytest.raises(ValueError, match=r"segment_ids must be integers \[2, 4\] .*, got "):
             attention.dot_product_attention(q, q, q, segment_ids=ids)
-    with pytest.raises(
-        ValueError, match="attention 'fused' has no grouped queries and no segments"
-    ):
+    with pytest.raises(ValueError, match="attention 'fused' .* grouped queries and no segments"):
         attention.dot_product_attention(q, q[:, :, :1], q[:, :, :1], implementation="fused")
 
 

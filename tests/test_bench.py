@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 from benchmarks import language_models, language_models_flax, language_models_lora
-from benchmarks.kernels import bench, layers, timing, tune
+from benchmarks.kernels import bench, timing, tune
 from benchmarks.language_models_shapes import SHAPES, check_memory
 from swjax.kernels import dispatch, tiles
 from swjax.kernels.products.tiles import mosaic_tile
@@ -52,16 +52,6 @@ def test_operations(tmp_path):
     assert "quantize rows" in done.stdout.split("copy_share")[-1]  # the table at the end
 
 
-@pytest.mark.release
-def test_layers(tmp_path):
-    out = tmp_path / "bench.json"
-    flags = ("--layer", "fused", "grid", "--recipes", "switchback", f"--out={out}")
-    run("--smoke", *flags)
-    rows = json.loads(out.read_text())["rows"]
-    ours = [row for row in rows if row["implementation"] == "switchback"]
-    assert len(ours) == 4 and all(row["snr_db"] > 30 and row["ratio"] > 0 for row in ours)
-
-
 def test_what_computes_something_else_is_no_peer():
     """Such as a product without scales: the speed-up is not relative to it."""
     same = {"op": "matmul", "shape": "8x8->8", "dtype": "int8", "is_peer": True}
@@ -80,19 +70,6 @@ def test_times_of_kernels():
     x = timing.random(4096, 1280)
     time = timing.measure(timing.compiled(jnp.negative, x), x)
     assert time.clock == "kernels" and time.us == pytest.approx(sum(time.kernels.values()), rel=0.2)
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["nvjet_hsh_128x256", "gemm_fusion_dot_3", "_matmul_kernel", "kernel_body_mosaic_gpu_kernel"],
-)
-def test_names_of_products(name):
-    assert layers.PRODUCT.search(name)
-
-
-@pytest.mark.parametrize("name", ["_gelu_kernel", "_quantize_by_kernel", "loop_convert_fusion"])
-def test_names_of_others(name):
-    assert not layers.PRODUCT.search(name)
 
 
 # --- the tuner ----------------------------------------------------------------------------------------
@@ -188,13 +165,6 @@ def test_the_fastest_correct_candidate_wins():
     work = tune.Work(("rows", "none", "256"), "rule", ["wrong", "fast"], function, (x,))
     with tune.ThreadPoolExecutor(2) as pool:
         assert tune.best_candidate(work, tune.programs(pool, work)) == "fast"
-
-
-def test_no_gpu_is_one_line(capsys, tmp_path):
-    if jax.default_backend() == "gpu":
-        pytest.skip("there is a GPU")
-    assert tune.main([f"--out={tmp_path / 'tiles.json'}"]) == 2
-    assert capsys.readouterr().err.count("\n") == 1 and not list(tmp_path.iterdir())
 
 
 @pytest.mark.release

@@ -323,48 +323,30 @@ X, W = jnp.ones((4, 8)), jnp.ones((8, 4))
         (lambda: Quantizer("int8", "segment", 32), "dtype must be one of .*e2m1fn'.*, got 'int8'"),
         (lambda: Quantizer("float4_e2m1fn", "row"), "dtype must be one of .*, got 'float4_e2m1fn'"),
         (lambda: Quantizer("float8_e5m2", "square"), "needs a positive block, .* got block=0"),
-        (
-            lambda: Quantizer("float8_e5m2", "row", scale="float8_e8m0fnu"),
-            "scale must be float32, .* got 'float8_e8m0fnu' for 'row'",
-        ),
-        (
-            lambda: Quantizer("float8_e4m3fn", "segment", 16, ceil=True),
-            "rounds scales in float8_e8m0fnu, got 'float32': use ceil=False",
-        ),
-        (
-            lambda: Quantizer("float8_e4m3fn", "square", 16, stochastic=True),
-            "rounds segments only, got scope='square': use stochastic=False",
-        ),
-        (
-            lambda: Quantizer("float4_e2m1fn", "column", 16),
-            "needs a positive block, or 0 for segments and columns, .* got block=16",
-        ),
-        (
-            lambda: Product(E4M3_ROW, E4M3_ROW, outlier_quantile=0.99),
-            "is at least 0.5 and below 1, for block formats .* got 0.99: 0 turns outliers off",
-        ),
-        (
-            lambda: Recipe(NV.fwd, estimator=5.0),
-            "needs a power of at least 1 and a w with scope='column' in fwd, got 5.0: 0 turns it off",
-        ),
-        (
-            lambda: Product(NV.fwd.lhs, MX.fwd.rhs),
-            "same block and format of scales .* got 16 float8_e4m3fn and 32 float8_e8m0fnu",
-        ),
+        (lambda: Quantizer("float8_e5m2", "row", scale="float8_e8m0fnu"),
+         "scale must be float32, .* got 'float8_e8m0fnu' for 'row'"),
+        (lambda: Quantizer("float8_e4m3fn", "segment", 16, ceil=True),
+         "rounds scales in float8_e8m0fnu, got 'float32': use ceil=False"),
+        (lambda: Quantizer("float8_e4m3fn", "square", 16, stochastic=True),
+         "rounds segments only, got scope='square': use stochastic=False"),
+        (lambda: Quantizer("float4_e2m1fn", "column", 16),
+         "needs a positive block, or 0 for segments and columns, .* got block=16"),
+        (lambda: Product(E4M3_ROW, E4M3_ROW, outlier_quantile=0.99),
+         "is at least 0.5 and below 1, for block formats .* got 0.99: 0 turns outliers off"),
+        (lambda: Recipe(NV.fwd, estimator=5.0),
+         "needs a power of at least 1 and a w with scope='column' in fwd, got 5.0: 0 turns it off"),
+        (lambda: Product(NV.fwd.lhs, MX.fwd.rhs),
+         "same block and format of scales .* got 16 float8_e4m3fn and 32 float8_e8m0fnu"),
         (lambda: Product(E4M3_ROW, SQUARE), "segments with segments .* got row and square"),
         (lambda: Recipe(MX.fwd, MX.dgrad, save_quantized=True), "saves no block formats"),
         (lambda: Recipe(wgrad=NV.fwd), "use 'segment' rather than 'square'"),
         (lambda: swjax.quantize_weight(W, recipe="mxfp8"), "has no quantized w: pass w itself"),
-        (
-            lambda: swjax.switchback(X, W, recipe="nvfp4", implementation="triton"),
-            "'triton' has none of the products of this layer",
-        ),
-        (
-            lambda: swjax.ragged_switchback(X, W[None], jnp.array([4]), recipe="mxfp8"),
-            "ragged_switchback needs a recipe that quantizes rows of x",
-        ),
+        (lambda: swjax.switchback(X, W, recipe="nvfp4", implementation="triton"),
+         "'triton' has none of the products of this layer"),
+        (lambda: swjax.ragged_switchback(X, W[None], jnp.array([4]), recipe="mxfp8"),
+         "ragged_switchback needs a recipe that quantizes rows of x"),
     ],
-)
+)  # fmt: skip
 def test_errors_name_the_invariant_the_value_and_the_remedy(call, message):
     with pytest.raises(ValueError, match=message) as error:
         call()

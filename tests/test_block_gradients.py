@@ -201,10 +201,7 @@ ROW = Quantizer("int8", "row")
         (lambda: Quantizer("int8", "block"), "at most 131072, got rotation=1 and block=0"),
         (lambda: Quantizer("int8", "block", 1024, 48), "rotation must be one of .* got 48"),
         (lambda: Quantizer("int8", "block", 100, 8), "rotation=8 and block=100"),
-        (
-            lambda: Quantizer("int8", "block", 2**18),
-            "at most 131072, got rotation=1 and block=262144",
-        ),
+        (lambda: Quantizer("int8", "block", 2**18), "at most .* got rotation=1 and block=262144"),
         (lambda: Quantizer("int8", "row", 1024), "scope='row'.*has no blocks"),
         (lambda: Recipe(fwd=Product(BLOCK, BLOCK)), "use 'block' in wgrad"),
         (lambda: Recipe(dgrad=Product(ROW, BLOCK)), "use 'block' in wgrad"),

@@ -143,9 +143,7 @@ def test_configs_by_name_and_copied_away(tmp_path, monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     assert config_lib.load(f"{copy}:strict") == before and "configs" not in sys.modules
     assert config_lib.load("openmoji:strict") == before
-    with pytest.raises(
-        config_lib.ConfigError, match="'openmojis' does not exist: did you mean 'openmoji'"
-    ):
+    with pytest.raises(config_lib.ConfigError, match="'openmojis' does .* did you mean 'openmoji'"):
         config_lib.load("openmojis")
 
 
@@ -154,9 +152,7 @@ def test_replay_names_a_damaged_line_of_the_log(tmp_path):
 
     log = tmp_path / "metrics.jsonl"
     log.write_text('{"step": 1, "time": 0.5}\n{"time": 1.0}\n{"st')
-    with pytest.raises(
-        config_lib.ConfigError, match="metrics.jsonl, line 2, of .* damaged: .* correct the line"
-    ):
+    with pytest.raises(config_lib.ConfigError, match="metrics.jsonl, line 2, .* correct the line"):
         list(replay._log(tmp_path))
     log.write_text('{"step": 1, "time": 0.5}\n{"st')
     assert dict(replay._log(tmp_path)) == {1: {"step": 1, "time": 0.5}}

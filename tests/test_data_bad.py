@@ -171,9 +171,7 @@ def test_the_first_is_the_end_if_so_asked(tmp_path):
 
 def test_too_many_are_the_end_with_their_number(tmp_path):
     source = spoiled(tmp_path, 40, every=2)
-    with pytest.raises(
-        data.BadData, match=r"11 of \d+ examples cannot be read, more than the share of 0.01"
-    ):
+    with pytest.raises(data.BadData, match="11 of .* cannot be read, more than the share of 0.01"):
         take(source, 50)
     taken, _ = take(source, 50, max_bad_share=0.5)
     assert set(indices(taken)) == set(range(1, 40, 2))
@@ -292,8 +290,6 @@ def test_a_run_skips_and_says_so(tmp_path, capsys, shared_cache):
     assert "000000003: the caption is empty" in log
     assert '"data/skipped": ' in (tmp_path / "run" / "metrics.jsonl").read_text()
     config.data.on_bad = "stop"
-    with pytest.raises(
-        config_lib.ConfigError, match="config.data: train: cannot read .*caption is empty"
-    ):
+    with pytest.raises(config_lib.ConfigError, match="config.data: train: cannot read .* is empty"):
         loop.train_and_evaluate(config, tmp_path / "strict")
     capsys.readouterr()

@@ -120,13 +120,6 @@ def test_other_numbers_of_processes_lose_and_repeat_nothing(options):
     assert sorted(flat(whole)) == sorted(seen)  # the same examples as one process reads
 
 
-def test_without_bad_examples_a_global_batch_knows_no_processes():
-    source = Pairs(64)
-    one = [sorted(step) for step in Run(source, 1, 8).steps(20)]
-    for processes in (2, 4):
-        assert [sorted(step) for step in Run(source, processes, 8 // processes).steps(20)] == one
-
-
 def test_pixels_and_captions_do_not_depend_on_processes(tmp_path):
     pattern = write_tars(tmp_path, [9])
     source = data.source("webdataset", pattern, data_dir=str(tmp_path / "data"))

@@ -333,9 +333,7 @@ def test_a_parquet_file_that_inflates_is_refused(tmp_path, monkeypatch):
             yield batch
 
     monkeypatch.setattr("pyarrow.parquet.ParquetFile.iter_batches", counted)
-    with pytest.raises(
-        ValueError, match="500 rows decode to more than 8388608 bytes: write smaller"
-    ):
+    with pytest.raises(ValueError, match="500 rows .* to more than 8388608 bytes: write smaller"):
         source.record(0)
     assert sum(decoded) < 2 * 2**23
     write_parquet(tmp_path / "y.parquet", [b""] * 64, ["x" * 2**16] * 64, names=("image", "label"))
@@ -423,9 +421,7 @@ def test_a_file_with_other_columns_is_refused(tmp_path):
     """The run would skip the rows of that file, or stop in the middle."""
     write_parquet(tmp_path / "0.parquet", [jpeg(1)], ["a"])
     write_parquet(tmp_path / "1.parquet", [jpeg(1)], ["b"], names=("image", "text"))
-    with pytest.raises(
-        ValueError, match="1.parquet must have one column 'caption', .* has 0 among"
-    ):
+    with pytest.raises(ValueError, match="1.parquet must have one .* 'caption', .* has 0 among"):
         data.source("parquet", str(tmp_path / "*.parquet"))
 
 

@@ -331,16 +331,8 @@ def test_rows_of_tsv_and_jsonl(tmp_path):
     [
         ("t.xls", "", "a table must end in .csv, .tsv, .jsonl, got .*t.xls"),
         ("t.csv", "image;caption\n", "no column 'image'; it has image;caption"),
-        (
-            "t.csv",
-            "image,caf\xe9".encode("latin-1"),
-            "t.csv' has unreadable .* not UTF-8, .*: save",
-        ),
-        (
-            "t.csv",
-            "image,caption".encode("utf-16-le"),
-            "t.csv' has unreadable .* UTF-16 without its mark",
-        ),
+        ("t.csv", "image,caf\xe9".encode("latin-1"), "t.csv' has unreadable .* UTF-8, .*: save"),
+        ("t.csv", "image,caption".encode("utf-16-le"), "t.csv' has unreadable .* without its mark"),
         ("t.csv", "\x1b[2J,b\n", r"no column 'image'; it has \?\[2J, b: rename one"),
         ("t.csv", "image,caption\n", "the table .* has no rows"),
         ("t.csv", "image,caption,caption\na,b,c\n", "the table .* has several columns 'caption'"),
@@ -571,9 +563,7 @@ def test_hugging_face_data_set_by_name(hub_cache):
     with pytest.raises(ValueError, match=r'Unknown split "val". Should be one of'):
         data.source("huggingface", "own/pictures/val")
     (hub_cache / "data" / "train-00001-of-00002.parquet").unlink()  # half-downloaded
-    with pytest.raises(
-        ValueError, match="cache holds 1 of the 2 files data/train-.* of own/pictures"
-    ):
+    with pytest.raises(ValueError, match="cache holds 1 .* 2 files data/train-.* of own/pictures"):
         data.source("huggingface", "own/pictures/train")
 
 
@@ -700,9 +690,7 @@ def test_a_compressed_index_is_refused_and_links_are_not_written_through(tmp_pat
     (part,) = folder.glob("files/*.npz")
     np.savez_compressed(part, bounds=np.zeros(2**19, np.int64), trouble="")
     next(folder.glob("*.json")).unlink()
-    with pytest.raises(
-        ValueError, match=r"positions .*npz are damaged: remove .* \(it is compress"
-    ):
+    with pytest.raises(ValueError, match=r"positions .*npz are .* remove .* \(it is compress"):
         open_tars(pattern, tmp_path)
 
 

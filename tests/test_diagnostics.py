@@ -113,9 +113,7 @@ def test_a_recorder_takes_numbers_of_every_kind(tmp_path):
         recorder.add(3, {})
         recorder.add(3, {"b": True})
         for bad in ("x", None, 1j, jnp.complex64(1j)):
-            with pytest.raises(
-                TypeError, match="^metric 'a' must be a number or an array of numbers, "
-            ):
+            with pytest.raises(TypeError, match="^metric 'a' .* a number or an array of numbers, "):
                 recorder.add(4, {"a": bad})
     first, *rest = (json.loads(line) for line in path.read_text().splitlines())
     assert first == {

@@ -109,9 +109,7 @@ def test_processes_with_other_data_end_in_one_line(monkeypatch):
     distributed.check_same("data", "{} examples", lengths)
     distributed.check_same("eval.zeroshot", "{} examples", {})
     monkeypatch.setattr(distributed, "all_processes", lambda own: np.stack([own, own - [0, 1]]))
-    with pytest.raises(
-        ConfigError, match="config.data: val has 12 .* process 1 and 13 .* process 0"
-    ):
+    with pytest.raises(ConfigError, match="config.data: val .* process 1 and 13 .* process 0"):
         distributed.check_same("data", "{} examples", lengths)
     monkeypatch.setattr(distributed, "all_processes", lambda own: np.stack([own, own - own]))
     splits = {"train": data.source("synthetic", "train", image_size=8, examples=10)}

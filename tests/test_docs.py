@@ -12,7 +12,7 @@ import pytest
 from swjax.recipes import RECIPES
 
 ROOT = Path(__file__).parents[1]
-ELSEWHERE = {"data.md"}  # its blocks need tars: tests/test_data_tools.py runs them
+ELSEWHERE = {"data.md"}  # its blocks need tars: tests/test_data_page.py runs them
 PAGES = [
     page
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))

@@ -104,31 +104,6 @@ def test_a_model_class_under_nn_jit():
     np.testing.assert_array_equal(model.apply(params, X), before)
 
 
-@pytest.mark.parametrize("lift", ["scan", "vmap"])
-def test_stacked_linen_layers(lift):
-    class Step(nn.Module):
-        @nn.compact
-        def __call__(self, x, _):
-            return nn.Dense(16, name="up")(x), None
-
-    class Stacked(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            split = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
-            if lift == "scan":
-                return nn.scan(Step, **split, length=3)(name="layers")(x, None)[0]
-            step = nn.vmap(Step, **split, in_axes=(0, None), axis_size=3)
-            return step(name="layers")(jnp.stack([x] * 3), None)[0]
-
-    params = Stacked().init(jax.random.key(1), X)
-    before = Stacked().apply(params, X)
-    with swjax.linen.quantized(RULES):
-        converted = Stacked().apply(params, X)
-    assert jnp.any(converted != before)
-    np.testing.assert_allclose(converted, before, atol=0.2)
-    np.testing.assert_array_equal(Stacked().apply(params, X), before)
-
-
 # --- NNX: transformations, copies and files of a converted model ----------------------------------------
 
 

@@ -99,9 +99,7 @@ def test_what_is_a_path_is_no_name(tmp_path):
         assert hub.named(path) is None, path
     with pytest.raises(FileNotFoundError, match="weights/ViT-B-32 does not exist"):
         interop.load("weights/ViT-B-32")
-    with pytest.raises(
-        ValueError, match=r"hf download google/own config.json .* --revision v1 --local"
-    ):
+    with pytest.raises(ValueError, match="hf download .* config.json .* --revision v1 --local"):
         interop.load("google/own@v1")
 
 
@@ -194,9 +192,7 @@ def test_models_that_the_hub_does_not_have_are_one_line(endpoint):
 
 def test_without_the_package_the_line_names_both_ways(monkeypatch):
     monkeypatch.setattr("swjax.packages.importlib.util.find_spec", lambda name: None)
-    with pytest.raises(
-        ValueError, match=r"`hf download .*; .* pip install \"swjax\[hub\]\""
-    ) as error:
+    with pytest.raises(ValueError, match=r"`hf download .*; .* install \"swjax\[hub\]\"") as error:
         interop.configuration("own/model")
     assert "\n" not in str(error.value)
 

@@ -82,15 +82,11 @@ def test_classes_are_means_of_their_prompts(model, encoder):
 def test_classifiers_need_names_and_templates(encoder):
     with pytest.raises(ValueError, match="needs the name of at least one class, got none"):
         encoder.classifier([])
-    with pytest.raises(
-        ValueError, match=r"names must be a list of names, got 'cat': write \['cat'\]"
-    ):
+    with pytest.raises(ValueError, match=r"names must be a list of names, got .* write \['cat'\]"):
         encoder.classifier("cat")
     with pytest.raises(ValueError, match='templates need a "{}" for the name, got '):
         encoder.classifier(NAMES, "a photo")
-    with pytest.raises(
-        ValueError, match=r"must be \[classes, 24\], got \[3\]: make it of the names"
-    ):
+    with pytest.raises(ValueError, match=r"must be \[classes, 24\], got .* make it of the names"):
         encoder.classify(IMAGES, NAMES)
     with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
         inference.Encoder(encoder.model, batch_size=0)
@@ -227,9 +223,7 @@ def test_a_damaged_file_is_named(tmp_path):
 
 @pytest.mark.parametrize("bad", [None, 3, 0.5, {"cat": 1}.keys(), object()])
 def test_what_is_no_image(bad, encoder):
-    with pytest.raises(
-        TypeError, match="an image must be a path, bytes, a binary file, a PIL image or"
-    ):
+    with pytest.raises(TypeError, match="an image .* a path, bytes, a binary file, a PIL image or"):
         encoder.encode_image(bad if bad is None else [bad])
 
 

@@ -47,9 +47,7 @@ def test_a_folder_that_cannot_hold_prepared_data(tmp_path, folder, reason):
 def test_a_split_that_is_a_folder(tmp_path, split):
     (tmp_path / "folder").mkdir()
     config = config_of(tmp_path, data__webdataset__splits__train=str(tmp_path / split))
-    with pytest.raises(
-        config_lib.ConfigError, match=r"^config\.data: .*[Ii]s a directory: name the files"
-    ):
+    with pytest.raises(config_lib.ConfigError, match=r"^config\.data: .*[Ii]s a .* name the files"):
         inputs.open_source(config, "train")
 
 

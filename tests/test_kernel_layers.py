@@ -127,24 +127,6 @@ def test_layers_agree_with_xla(recipe, implementation):
     assert_agree(got, want, AGREE_DB[recipe])
 
 
-def together(x, w1, b1, w2, b2, norm, **options):
-    """Computes two layers that share an input, with a residual connection, in one call."""
-    ws, biases = (w1, w1[:, ::2]), (b1, None)
-    (y, z), x = swjax.switchback(x, ws, biases, prologue=norm, residual=True, **options)
-    y, x = swjax.mlp(
-        y @ w2.astype(y.dtype) + x, w1, b1, w2, b2, prologue=norm, residual=True, **options
-    )
-    return y + x, z
-
-
-def one_by_one(x, w1, b1, w2, b2, norm, **options):
-    """Computes what `together` does, one layer a call."""
-    y = swjax.switchback(x, w1, b1, prologue=norm, **options)
-    z = swjax.switchback(x, w1[:, ::2], prologue=norm, **options)
-    x = y @ w2.astype(y.dtype) + x
-    return swjax.mlp(x, w1, b1, w2, b2, prologue=norm, **options) + x, z
-
-
 def added(x, w1, b1, w2, b2, norm, **options):
     """A block whose residual additions are part of the layers."""
     (y,), x = swjax.switchback(x, (w1,), (b1,), prologue=norm, residual=True, **options)
@@ -170,21 +152,6 @@ def test_layers_that_add_the_residual_stream(recipe, implementation):
     )
     # One side rounds the sums of the first addition twice, and the next quantizer reads them.
     assert_agree(got, want, AGREE_DB[recipe] - 3)
-
-
-@pytest.mark.parametrize("implementation", implementations.OF_LAYERS)
-@pytest.mark.parametrize(
-    "recipe", thinning.first(["switchback_m", "fp8_tensorwise", "switchback"], 2)
-)
-def test_layers_that_share_an_input(recipe, implementation):
-    implementations.require(implementation, recipe)
-    arguments, g = layer_arguments()
-    gradients = (g, arrays((*TOKENS, 2 * WIDTH), dtype="bfloat16")[0])
-    got, want = (
-        results(arguments, gradients, block=block, recipe=recipe, implementation=implementation)
-        for block in (together, one_by_one)
-    )
-    assert_agree(got, want, AGREE_DB[recipe])
 
 
 def group(x, w1, b1, w2, b2, norm, **options):

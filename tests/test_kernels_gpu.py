@@ -236,9 +236,7 @@ def test_none_chooses_what_can_run_here(operation):
 def test_a_named_implementation_that_cannot_run_says_why():
     implementations.require("mosaic_gpu")
     a, b = operands((130, 145, 264))
-    with pytest.raises(
-        ValueError, match="'mosaic_gpu' of 'matmul' needs rows to be a multiple of 8, got 130"
-    ):
+    with pytest.raises(ValueError, match="'mosaic_gpu' of 'matmul' .* be a multiple of 8, got 130"):
         dispatch.run("matmul", a, b, implementation="mosaic_gpu", out_dtype="float32")
     x = normal((40, 48))
     with pytest.raises(ValueError, match="is for 16-bit operands, got float32: use 'xla'"):

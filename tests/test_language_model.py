@@ -41,6 +41,8 @@ def test_a_run_continues_to_the_same_bits(start, recipe, tmp_path, monkeypatch, 
         record(run, step, *args)
         if step == 2:
             shutil.copytree(tmp_path / "whole", tmp_path / "run")
+            with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+                file.write('{"step": 3, "lo')  # as after a kill or on a full disk
 
     monkeypatch.setattr(train, "LINES", 2)
     monkeypatch.setattr(train, "SECONDS", 0)
@@ -67,7 +69,9 @@ def test_a_run_continues_to_the_same_bits(start, recipe, tmp_path, monkeypatch, 
         (("new", "corpus", "--recipe=int3"), "argument --recipe: invalid choice: 'int3'"),
         (("new", "corpus", "--batch=3"), "--batch=3 must be a multiple of the 2 devices"),
         (("new", "corpus", "--length=0"), "--length must be above 0, got 0"),
-        (("new", "corpus", "--prompt="), "--prompt must have 1 to 7 bytes, got 0"),
+        (("new", "nowhere"), "nowhere is not a folder: name one that holds text files"),
+        (("new", "corpus", "--prompt="), "--prompt must have at least one byte and fewer than --length=8"),
+        (("new", "corpus", "--seed=-1"), "--seed must be at least 0, got -1"),
         (("run", "other"), "run holds a run with corpus stored, got "),
         (("run", "corpus", "--size=124m"), "run holds a run with size tiny, got 124m"),
     ],

@@ -219,24 +219,6 @@ def test_quantize_model_by_path(rules, count):
     assert 20 < snr_db(model(X), plain(X)) < 80
 
 
-def test_quantized_model_trains_under_jit():
-    model = swjax.nnx.quantize_model(Block(nnx.Rngs(0)), {".*": "switchback"})
-    graph, params = nnx.split(model)
-
-    @jax.jit
-    def step(params):
-        loss, grads = jax.value_and_grad(lambda p: jnp.mean((nnx.merge(graph, p)(X) - 1) ** 2))(
-            params
-        )
-        return loss, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
-
-    losses = []
-    for _ in range(20):
-        loss, params = step(params)
-        losses.append(float(loss))
-    assert losses[-1] < 0.3 * losses[0]
-
-
 class LinenModel(nn.Module):
     @nn.compact
     def __call__(self, x):

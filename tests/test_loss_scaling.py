@@ -254,9 +254,7 @@ def test_gradients_of_other_parameters_are_refused(guard, grads, message):
 def test_moments_without_the_block_axes_are_one_line():
     params = {"w": jnp.ones((2, 128, 128))}
     optimizer = per_tensor_guard(optax.adafactor(0.1), block_axes=0)
-    with pytest.raises(
-        ValueError, match="must store moments with the block axes .* got a"
-    ) as error:
+    with pytest.raises(ValueError, match="must store .* with the block axes .* got a") as error:
         run(optimizer, params, [params])
     assert "\n" not in str(error.value)
 

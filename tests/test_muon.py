@@ -20,7 +20,7 @@ from swjax.optax.newton_schulz import (
     orthogonalize,
     orthogonalize_all,
 )
-from swjax.optax.orthogonal import scale_by_muon, scale_neurons
+from swjax.optax.orthogonal import scale_neurons
 
 STACKS = {"fewer_rows": (3, 16, 24), "more_rows": (3, 40, 16), "matrix": (16, 24)}
 # Stacked along axis 1, as in MaxText; experts of layers; along the axes between and behind the matrix's.
@@ -154,16 +154,6 @@ def test_a_matrix_of_zeros_stays_so(shape, dtype):
         assert 0.68 < np.abs(got[i]).max() < 1.21
 
 
-def test_a_matrix_is_a_stack_of_one():
-    stack = {"w": jax.random.normal(jax.random.key(0), (1, 6, 4))}
-    matrix = {"w": stack["w"][0]}
-    (one, _), (other, _) = (
-        optimizer.update(grads, optimizer.init(grads))
-        for optimizer, grads in ((scale_by_muon(), stack), (scale_by_muon(), matrix))
-    )
-    np.testing.assert_array_equal(one["w"][0], other["w"])
-
-
 def test_both_parts_decay_and_follow_the_schedule():
     params = {"w": jnp.ones((4, 3)), "embedding": jnp.ones((5, 3)), "bias": jnp.ones(3)}
     zeros = jax.tree.map(jnp.zeros_like, params)
@@ -180,14 +170,10 @@ def test_both_parts_decay_and_follow_the_schedule():
 def test_an_array_that_is_no_matrix_is_one_line():
     params = {"attention": {"kernel": jnp.ones((2, 3, 4, 5))}}
     optimizer = muon(0.1, lambda params: jax.tree.map(lambda _: True, params))
-    with pytest.raises(
-        ValueError, match=r"got 'attention/kernel' of shape \(2, 3, 4, 5\) .* or set it to False"
-    ):
+    with pytest.raises(ValueError, match="got 'attention/kernel' of shape .* or set it to False"):
         optimizer.init(params)
     optimizer = muon(0.1, {"w": True}, block_axes={"w": (0, 1)})
-    with pytest.raises(
-        ValueError, match=r"'w' of shape \(2, 3, 4\) with block axes \(0, 1\): name"
-    ):
+    with pytest.raises(ValueError, match=r"'w' of shape \(2, 3, 4\) .* axes \(0, 1\): name"):
         optimizer.init({"w": jnp.ones((2, 3, 4))})
 
 
@@ -217,9 +203,7 @@ def test_bad_settings_are_one_line(message):
 
 def test_bad_trees_and_arrays_are_one_line():
     params = {"w": jnp.ones((4, 3)), "b": jnp.ones(3)}
-    with pytest.raises(
-        ValueError, match="matrices must be a tree of bools .* add 'matrices' to static"
-    ):
+    with pytest.raises(ValueError, match="matrices must be a .* bools .* add 'matrices' to static"):
         muon(0.1, True).init(params)
     injected = optax.inject_hyperparams(muon)(
         0.1, lambda params: jax.tree.map(lambda p: p.ndim == 2, params)
@@ -264,29 +248,6 @@ def test_a_gradient_that_is_not_finite_stays_in_its_layer():
     assert np.isnan(update["w"][0]).all() and np.isfinite(update["w"][1]).all()
 
 
-def test_updates_have_the_dtype_of_the_parameters():
-    params = {"w": jnp.ones((4, 3), "bfloat16"), "b": jnp.ones(3, "bfloat16")}
-    grads = jax.tree.map(lambda p: p.astype("float32"), params)
-    optimizer = muon(0.1, {"w": True, "b": False})
-    updates, _ = optimizer.update(grads, optimizer.init(params), params)
-    assert {u.dtype.name for u in updates.values()} == {"bfloat16"}
-
-
-def test_it_minimizes():
-    target = jax.random.normal(jax.random.key(0), (8, 6))
-    loss = lambda params: jnp.mean((params["w"] - target) ** 2)
-    optimizer = muon(optax.linear_schedule(0.3, 0.0, 100), {"w": True}, weight_decay=0.0)
-    params = {"w": jnp.zeros((8, 6))}
-
-    def step(carry, _):
-        params, state = carry
-        updates, state = optimizer.update(jax.grad(loss)(params), state, params)
-        return (optax.apply_updates(params, updates), state), None
-
-    (params, _), _ = jax.lax.scan(step, (params, optimizer.init(params)), length=100)
-    assert loss(params) < 0.01 * loss({"w": 0 * target})
-
-
 MASKS = {
     "dict": lambda params: {name: x.ndim > 1 for name, x in params.items()},
     "paths": lambda params: traverse_util.path_aware_map(lambda path, x: x.ndim > 1, params),
@@ -312,9 +273,7 @@ def test_a_mask_of_one_bool_is_one_line():
     kinds, mask = {"w": True, "b": False}, lambda params: jax.tree.map(lambda x: x.ndim > 1, params)
     injected = optax.inject_hyperparams(muon, static_args=("matrices",))
     for optimizer in (muon(0.1, kinds, mask=False), injected(0.1, kinds, mask=mask)):
-        with pytest.raises(
-            ValueError, match="mask must be a tree of bools .* add 'mask' to static"
-        ):
+        with pytest.raises(ValueError, match="mask must be .* of bools .* add 'mask' to static"):
             optimizer.init(params)
 
 
@@ -340,6 +299,7 @@ def test_16_bits_give_the_steps_of_float32(dtypes, size):
         before = jax.tree.map(lambda x: x.dtype, state)
         updates, state = update(grads, state, params)
         assert jax.tree.map(lambda x: x.dtype, state) == before
+        assert jax.tree.map(jnp.result_type, updates) == jax.tree.map(jnp.result_type, params)
         want, other = update(float32(grads), other, float32(params))
         jax.tree.map(partial(np.testing.assert_allclose, rtol=0.02), float32(updates), want)
 
@@ -348,16 +308,12 @@ def test_what_fits_in_shape_only_by_broadcasting_is_one_line():
     params, kinds = {"w": jnp.ones((6, 10)), "b": jnp.ones(10)}, {"w": True, "b": False}
     optimizer = muon(0.1, kinds)
     state = optimizer.init(params)
-    with pytest.raises(
-        ValueError, match="momentum of shape .6, 10. for parameter 'w', got .1, 10."
-    ):
+    with pytest.raises(ValueError, match="momentum of shape .* for parameter 'w', got .1, 10."):
         optimizer.update(params, optimizer.init(params | {"w": jnp.ones((1, 10))}), params)
     with pytest.raises(ValueError, match="moment of shape .10,. for parameter 'b', got .1,."):
         optimizer.update(params, optimizer.init(params | {"b": jnp.ones(1)}), params)
     for rate in (jnp.ones(10), lambda step: jnp.ones(10)):
-        with pytest.raises(
-            ValueError, match="muon's learning_rate must be a scalar, got the shape"
-        ):
+        with pytest.raises(ValueError, match="muon's learning_rate .* a scalar, got the shape"):
             muon(rate, kinds).update(params, muon(rate, kinds).init(params), params)
     with pytest.raises(ValueError, match="needs a floating gradient for parameter '.', got int32"):
         optimizer.update(jax.tree.map(jnp.int32, params), state, params)
@@ -379,15 +335,6 @@ def test_the_rms_of_the_other_parameters():
     assert {name: rms.tolist() for name, rms in rms_by_path(state).items()} == {
         "blocks/bias": [1.0, 1.0]
     }
-
-
-def test_large_gradients_have_the_steps_of_small_ones():
-    params, small = {"w": jnp.ones((4, 3))}, jax.random.normal(jax.random.key(0), (4, 3))
-    optimizer = muon(0.1, {"w": True})
-    want, got = (
-        optimizer.update({"w": g}, optimizer.init(params), params)[0] for g in (small, 5e37 * small)
-    )
-    np.testing.assert_allclose(got["w"], want["w"], atol=3e-6)
 
 
 @pytest.mark.parametrize("name", ["matrices", "mask"])

@@ -1,14 +1,6 @@
-"""Models of other projects: converted in one line, described, trained in int8, and converted back.
+"""Models of other projects: converted in one line, described, trained in int8, and converted back."""
 
-Flax's own examples are in its source, not in its wheel. Their tests run where FLAX_SOURCE names it.
-"""
-
-import importlib
-import os
 import re
-import sys
-import types
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -52,15 +44,6 @@ def package(name):
     return pytest.importorskip(name, reason=f"needs {name_there}: pip install {name_there}")
 
 
-def flax_source() -> Path:
-    if "FLAX_SOURCE" not in os.environ:
-        pytest.skip(
-            "needs Flax's source: pip download --no-deps --no-binary flax flax, unpack it, and set "
-            "FLAX_SOURCE to its folder"
-        )
-    return Path(os.environ["FLAX_SOURCE"])
-
-
 def small_vit():
     model = int8_vit.ViT(nnx.Rngs(0), size=16, width=32, heads=2, layers=2)
     rules = {r"blocks/\d/attention/(query|key|value)": "switchback", "blocks/.*": "switchback_q"}
@@ -73,50 +56,6 @@ def mamba2():
     model = mamba.Mamba2ForCausalLM(mamba.Mamba2Config.tiny(), rngs=nnx.Rngs(0))
     rules = {".*mixer/(in|out)_proj": "switchback"}
     return model, rules, 4, lambda model: model(TOKENS, labels=TOKENS)["loss"]
-
-
-def flax_vit():
-    """The ViT of Flax's documentation."""
-    text = (flax_source() / "docs_nnx/examples/vit_training.md").read_text()
-    cells = re.findall(r"```\{code-cell\} ipython3\n(.*?)```", text, re.DOTALL)
-    sys.modules["flax_vit"] = module = types.ModuleType("flax_vit")  # for dataclasses
-    for cell in cells[:2]:
-        exec(cell.split("# We can define and check")[0], vars(module))
-    sizes = dict(num_classes=8, img_size=16, patch_size=8, hidden_size=32, mlp_dim=64)
-    config = module.ModelConfig(**sizes, num_layers=2, num_heads=2, dropout_rate=0.0)
-    model = module.VisionTransformer(config, rngs=nnx.Rngs(0))
-    rules = {r"encoder/layers/\d/mha/.*": "switchback_m", r".*mlp_(up|down)_proj": "switchback"}
-    return (
-        model,
-        rules,
-        12,
-        lambda model: cross_entropy(model(IMAGES, rngs=nnx.Rngs(0)).astype(jnp.float32), LABELS),
-    )
-
-
-def flax_gemma():
-    """The transformer among Flax's examples; its attention is made of nnx.Einsum."""
-    folder = str(flax_source() / "examples/gemma")
-    package("jaxtyping")
-    sys.path.insert(0, folder)
-    try:
-        transformer, cfg = map(importlib.import_module, ("transformer", "transformer_cfg"))
-    finally:
-        sys.path.remove(folder)
-    config = cfg.TransformerConfig(
-        **dict(num_layers=2, num_embed=20, embed_dim=32, hidden_dim=64, num_heads=4, head_dim=8),
-        **dict(num_kv_heads=4, final_logit_softcap=None, use_post_attn_norm=False),
-        **dict(use_post_ffw_norm=False, attention_types=[cfg.AttentionType.GLOBAL] * 2),
-    )
-    model = transformer.Transformer(config, rngs=nnx.Rngs(0))
-    positions = jnp.broadcast_to(jnp.arange(32), TOKENS.shape)
-    mask = jnp.broadcast_to(jnp.tril(jnp.ones((32, 32), bool)), (4, 32, 32))
-
-    def loss(model):
-        logits, _ = model(TOKENS, positions, None, mask)
-        return cross_entropy(logits[:, :-1], TOKENS[:, 1:])
-
-    return model, {".*mlp.*": "switchback"}, 6, loss
 
 
 def int8_products(loss, model) -> int:
@@ -137,7 +76,7 @@ def train_nnx(model, loss) -> list[float]:
     return [float(step(model, optimizer)) for _ in range(STEPS)]
 
 
-@pytest.mark.parametrize("make", [small_vit, mamba2, flax_vit, flax_gemma])
+@pytest.mark.parametrize("make", [small_vit, mamba2])
 @pytest.mark.release
 def test_an_nnx_model_of_others(make):
     model, rules, count, loss = make()
@@ -202,21 +141,7 @@ def scanned_vit():
     return LinenViT(scan=True), rules, count // 2, images, loss
 
 
-def flax_lm1b():
-    """The language model among Flax's examples, in Linen."""
-    source = flax_source() / "examples/lm1b/models.py"
-    sys.modules["flax_lm1b"] = module = types.ModuleType("flax_lm1b")
-    exec(compile(source.read_text(), str(source), "exec"), vars(module))
-    config = module.TransformerConfig(
-        **dict(vocab_size=20, output_vocab_size=20, emb_dim=32, num_heads=2, num_layers=2),
-        **dict(qkv_dim=32, mlp_dim=64, max_len=32, deterministic=True),
-    )
-    rules = {".*Attention.*": "switchback", ".*MlpBlock.*": "switchback"}
-    loss = lambda logits: cross_entropy(logits, TOKENS)
-    return module.TransformerLM(config), rules, 12, TOKENS, loss
-
-
-@pytest.mark.parametrize("make", [linen_vit, scanned_vit, flax_lm1b])
+@pytest.mark.parametrize("make", [linen_vit, scanned_vit])
 @pytest.mark.release
 def test_a_linen_model_of_others(make):
     """A Linen model trains with TrainState and stable_adamw; outside the context it is unchanged."""

@@ -465,23 +465,13 @@ def test_the_first_rule_counts_and_a_recipe_may_be_one_of_yours():
         ({"layer": "swichback"}, None, "recipe must be one of"),
         ("lm", None, "recipes must map regular expressions"),
         ("llm", nn.Dense(8), "needs a function .* got the module Dense: pass its apply"),
-        (
-            {"kernel": "switchback"},
-            lambda w, x: x @ w["w"],
-            "'kernel' matches no parameter: it must",
-        ),
-        (
-            {"i": "switchback"},
-            lambda w, x: x @ w["i"].astype(x.dtype),
-            "abc,cd->abd with the parameter 'i': its dtype is int8, but recipes quantize floats; keep",
-        ),
-        (
-            {"w": "switchback"},
-            lambda w, x: x.astype("complex64") @ w["w"].astype("complex64"),
-            "product abc,cd->abd with the parameter 'w': .* got complex64.*'standard'",
-        ),
+        ({"kernel": "switchback"}, lambda w, x: x @ w["w"], "'kernel' matches no .* it must"),
+        ({"i": "switchback"}, lambda w, x: x @ w["i"].astype(x.dtype),
+         "abc,cd->abd with the parameter 'i': its dtype is int8, but recipes quantize floats; keep"),
+        ({"w": "switchback"}, lambda w, x: x.astype("complex64") @ w["w"].astype("complex64"),
+         "product abc,cd->abd with the parameter 'w': .* got complex64.*'standard'"),
     ],
-)
+)  # fmt: skip
 def test_errors_are_one_line_with_the_remedy(rules, fn, message):
     params = {"w": draw(WIDTH, WIDTH), "i": jnp.ones((WIDTH, WIDTH), jnp.int8)}
     with pytest.raises((ValueError, TypeError), match=message) as error:

@@ -144,9 +144,7 @@ def test_a_prologue_in_other_forms():
     for a, b in zip(*map(jax.tree.leaves, (summed, one)), strict=True):
         np.testing.assert_allclose(a, 2 * b, rtol=1e-4, atol=1e-5)
 
-    with pytest.raises(
-        ValueError, match=r"RMSNorm's scale must .* \(16,\) of x's features, got \(3,\)"
-    ):
+    with pytest.raises(ValueError, match=r"RMSNorm's scale .* \(16,\) of x's features, got \(3,\)"):
         layer(X, W, prologue=swjax.RMSNorm(jnp.ones(3)))
 
 
@@ -329,17 +327,9 @@ def test_experts_on_a_mesh_axis_stay_where_they_are():
         ((X, W[:0], SIZES[:0]), "switchback", r"at least one expert, got w \(0, 16, 8\)"),
         ((X, W, jnp.array([-1, 2, 3])), "switchback", r"at least 0 .* 12 rows .* \[-1, 2, 3\]"),
         ((X, W, jnp.array([9, 2, 3])), "switchback", r"at most the 12 rows of x, got \[9, 2, 3\]"),
-        (
-            (X, W, SIZES.astype("float32")),
-            "switchback",
-            "group_sizes must be integers, got float32",
-        ),
+        ((X, W, SIZES.astype("float32")), "switchback", "group_sizes must be .* got float32"),
         ((X.astype("int8"), W, SIZES), "switchback", "x must be float16.* got int8"),
-        (
-            (X, W, SIZES),
-            "llm_int8",
-            "weight gradient in 16 bits or in blocks of tokens, got .*use 'switchback'",
-        ),
+        ((X, W, SIZES), "llm_int8", "weight gradient in 16 bits .* tokens, got .*use 'switchback'"),
         ((X, W, SIZES), "int8_hadamard", "without rotated features and outliers"),
         ((X, W, SIZES), "swichback", "recipe must be one of"),
     ],

@@ -402,17 +402,6 @@ def test_names_in_charts_are_not_mathematics(tmp_path):
     assert len(Page(path).urls) == 4
 
 
-def test_long_captions_do_not_stretch_cards():
-    """Texts are clamped to a few lines; the whole text is the title of the card."""
-    shown = page._prediction({"image": "", "name": "long " * 100, "guesses": ["long " * 100]})
-    assert 'title="long long' in shown and '<li class="right"><span>long' in shown
-    style = page.asset("page.css")
-    clamped = re.search(r"([^}]*)\{[^}]*line-clamp: 3", style)[1]
-    assert {".gallery strong", ".gallery li span", ".found strong"} == {
-        name.strip() for name in clamped.split(",")
-    }
-
-
 @pytest.mark.parametrize("last", [400, 1000])
 def test_the_axis_of_one_evaluation_begins_at_0(last):
     metrics = {"zeroshot/pets_top1": records.Series(np.array([400]), np.array([0.5]))}
@@ -420,14 +409,6 @@ def test_the_axis_of_one_evaluation_begins_at_0(last):
     figure = Figure()
     charts.draw_accuracy(figure, metrics, charts.LIGHT)
     assert figure.axes[0].get_xlim() == (0, 1.02 * last)
-
-
-def test_the_axis_of_one_step_begins_at_0():
-    figure = Figure()
-    metrics = {"train/loss": records.Series(np.array([400]), np.array([0.5]))}
-    charts.draw_loss(figure, metrics, charts.LIGHT)
-    charts._widen(figure.axes[0])
-    assert figure.axes[0].get_xlim()[0] == 0
 
 
 @pytest.mark.parametrize("ends", [(0.64, 0.64, 0.64), (0.64, 0.62, 0.1), (0.02, 0.01, 0.0)])
@@ -457,14 +438,6 @@ def test_scores_name_their_set():
     caption = charts.draw_accuracy(Figure(), metrics, charts.LIGHT)
     assert caption == "In the log: zeroshot/pets_top1; chance is 25.0% for top-1."
     assert page.label("zeroshot/cars_top1") == "Zero-shot top-1, cars"
-
-
-def test_smooth_matches_brute_force():
-    values = np.random.default_rng(0).normal(size=20)
-    values[[3, 4, 5, 11]] = np.nan
-    windows = [values[max(0, i - 1) : i + 2] for i in range(20)]
-    expected = [np.nanmean(w) if np.isfinite(w).any() else np.nan for w in windows]
-    np.testing.assert_allclose(records.smooth(values, 3), expected, rtol=1e-12)
 
 
 # --- several runs -------------------------------------------------------------------------------------

@@ -262,9 +262,7 @@ def test_a_run_takes_the_tokenizer_of_its_weights(gemma, tmp_path):
         assert Path(kept).read_bytes() == Path(path).read_bytes()
     (tmp_path / "run" / "checkpoints" / "3").mkdir(parents=True)
     siglip_files.t5_json(folder / "tokenizer.json")
-    with pytest.raises(
-        ConfigError, match="differs from .*tokenizer.json, with which the run began"
-    ):
+    with pytest.raises(ConfigError, match="differs from .*tokenizer.json, with .* run began"):
         keep_tokenizer(small(data__tokenizer=str(folder / "tokenizer.json")), tmp_path / "run")
     write_weights(tmp_path / "clip")
     shutil.copy(path, tmp_path / "clip" / "tokenizer.json")  # CLIPs have one too

@@ -8,7 +8,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import PartitionSpec as P
 
 from swjax.optax import (
     StableAdamWState,
@@ -66,56 +65,6 @@ def types(tree):
 # -------------------------------------------------------------------------------------
 
 
-def parabola(dtype):
-    goal = jnp.array([1.0, -1.0, 1.0], dtype)
-    goal = goal * jnp.asarray(1 + 1j, dtype) if jnp.iscomplexobj(goal) else goal
-    return jnp.array([-1.0, 10.0, 1.0], dtype), goal, lambda p: jnp.sum(jnp.abs(p - goal) ** 2)
-
-
-def rosenbrock(dtype):
-    a = jnp.asarray(1 + 1j if jnp.issubdtype(dtype, jnp.complexfloating) else 1.0, dtype)
-    loss = lambda p: jnp.abs(a - p[0]) ** 2 + 100 * jnp.abs(p[1] - p[0] ** 2) ** 2
-    return jnp.zeros(2, dtype), jnp.stack([a, a**2]), loss
-
-
-@pytest.mark.parametrize(
-    "target, dtype",
-    [(parabola, jnp.complex64), (rosenbrock, jnp.float32)],
-    ids=["parabola", "rosenbrock"],
-)
-def test_converges(target, dtype):
-    start, goal, loss = target(dtype)
-    optimizer = stable_adamw(1e-2)
-
-    @jax.jit
-    def solve(params):
-        def step(carry, _):
-            params, state = carry
-            grads = jax.grad(loss)(params).conj()
-            updates, state = optimizer.update(grads, state, params)
-            return (optax.apply_updates(params, updates), state), None
-
-        return jax.lax.scan(step, (params, optimizer.init(params)), None, 10_000)[0][0]
-
-    np.testing.assert_allclose(solve(start), goal, rtol=3e-2, atol=3e-2)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "complex64", "float64"])
-def test_state_types_are_stable_and_nothing_recompiles(dtype):
-    with jax.enable_x64(dtype == "float64"):
-        optimizer = stable_adamw(0.1, block_axes={"x": 0, "y": None})
-        params = {"x": jnp.ones((2, 3), dtype), "y": jnp.ones((), dtype)}
-        state = jax.jit(optimizer.init)(params)
-        assert types(state) == types(optimizer.init(params))
-        update = jax.jit(optimizer.update)
-        updates, new_state = update(params, state, params)
-        assert types(new_state) == types(state) and types(updates) == types(params)
-        update(params, new_state, params)
-        assert update._cache_size() == 1
-        keep = jax.jit(lambda c: jax.lax.cond(c, lambda: state, lambda: new_state))
-        assert types(keep(True)) == types(state)
-
-
 def leaves_of_containers(tree):
     """The leaves that code finds which knows containers but not JAX's registry, as in big_vision."""
     if isinstance(tree, (dict, tuple)):
@@ -153,9 +102,7 @@ def test_a_mask_that_was_called_as_a_schedule_is_refused():
     params, grads = problem()
     mask = lambda params: jax.tree.map(lambda p: p.ndim > 1, params)
     injected = optax.inject_hyperparams(stable_adamw)(0.05, mask=mask)
-    with pytest.raises(
-        ValueError, match="mask must be a tree of bools .* add 'mask' to static_args"
-    ):
+    with pytest.raises(ValueError, match="mask must be a tree of bools .* 'mask' to static_args"):
         injected.update(grads[0], injected.init(params), params)
     one = stable_adamw(0.05, mask=False)  # a tree like a single parameter
     one.update(jnp.ones(3), one.init(jnp.ones(3)), jnp.ones(3))
@@ -192,9 +139,7 @@ def test_inject_hyperparams_with_every_number_traced():
 def test_inject_hyperparams_refuses_a_function_as_b2():
     """optax calls it with the count from 0, and would pass c2 as if it were b2."""
     optimizer = optax.inject_hyperparams(stable_adamw)(0.1, b2=power_decay(0.5))
-    with pytest.raises(
-        ValueError, match="a float, counted from 1, got int32: .* 'b2' to static_args"
-    ):
+    with pytest.raises(ValueError, match="a float, counted from .* int32: .* 'b2' to static_args"):
         jax.eval_shape(optimizer.init, jnp.ones(2))
     inject = optax.inject_hyperparams(stable_adamw, static_args=("b2",))
     assert "b2" not in inject(0.1, b2=power_decay(0.5)).init(jnp.ones(2)).hyperparams
@@ -244,28 +189,6 @@ def test_a_chain_of_parts():
     assert_close(got, want, rtol=1e-5)
     assert_close(rms_by_path(state), rms_by_path(want_state), rtol=1e-5)
     assert rms_by_path(state)["blocks/w"].shape == (2,)
-
-
-@jax.numpy_dtype_promotion("standard")  # as above
-@pytest.mark.parametrize("wrap", ["inject", "multi"])
-def test_map_params_finds_the_moments_only(wrap):
-    """map_params derives the specs of the moments from the parameters', and does not touch RMS."""
-    params, grads = problem()
-    base = stable_adamw(0.1, block_axes=lambda params: {"blocks": 0, "head": None})
-    optimizer = {
-        "inject": optax.inject_hyperparams(stable_adamw)(0.1),
-        "multi": optax.MultiSteps(base, 2),
-    }[wrap]
-    state = train(optimizer, params, grads)[1]
-    assert_close(optax.tree.map_params(optimizer, lambda x: x, state), state)
-    specs = jax.tree.map(lambda p: P(*"abc"[: p.ndim]), params)
-    tree = optax.tree.map_params(
-        optimizer, lambda _, spec: spec, state, specs, transform_non_params=lambda x: P()
-    )
-    assert jax.tree.structure(tree) == jax.tree.structure(state)
-    found = optax.tree.get(tree, "mu", filtering=lambda path, x: isinstance(x, dict))
-    assert found == specs
-    jax.tree.map(lambda x, spec: None if x.ndim == len(spec) or not spec else 1 / 0, state, tree)
 
 
 def test_a_mapped_state_keeps_the_names_of_its_values():
@@ -342,26 +265,6 @@ def test_functional_nnx_state():
     _, opt_state = train(optimizer, state, [jax.tree.map(jnp.ones_like, state)] * 2)
     names = ["blocks/bias", "blocks/kernel", "head/bias", "head/kernel"]
     assert list(rms_by_path(opt_state)) == names
-
-
-def test_rms_by_path_inside_jit_and_scan():
-    params, grads = problem()
-    optimizer = stable_adamw(0.05, block_axes=AXES)
-    stacked = jax.tree.map(lambda *x: jnp.stack(x), *grads)
-
-    @jax.jit
-    def run(params):
-        def step(carry, g):
-            params, state = carry
-            updates, state = optimizer.update(g, state, params)
-            return (optax.apply_updates(params, updates), state), rms_by_path(state)
-
-        return jax.lax.scan(step, (params, optimizer.init(params)), stacked)[1]
-
-    history = run(params)
-    assert history["blocks/w"].shape == (len(grads), 2)
-    want = rms_by_path(train(optimizer, params, grads)[1])
-    assert_close({k: x[-1] for k, x in history.items()}, want, rtol=1e-5)
 
 
 def test_rms_by_path_of_a_state_on_the_host():

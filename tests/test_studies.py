@@ -1,6 +1,5 @@
 """The studies in benchmarks/studies: each runs in its shortest form, and resumes where it was interrupted."""
 
-import argparse
 import doctest
 import importlib
 import itertools
@@ -215,9 +214,7 @@ def test_runs_that_start_apart_are_no_pair(study):
     starts = [paired.fingerprint({"w": np.full(3, value)}) for value in (1, 2, 1, 3)]
     for run, start in zip(some, starts, strict=True):
         run["result"]["start"] = start
-    with pytest.raises(
-        ValueError, match=r"switchback and standard of seed 1 must start from the same"
-    ):
+    with pytest.raises(ValueError, match="switchback and standard of .* must start from the same"):
         paired.differences(some, "switchback", "test", "top1")
 
 
@@ -242,31 +239,6 @@ def test_shared_steps_are_kept_in_a_file(study, tmp_path):
         np.testing.assert_array_equal(params["w"], np.arange(3.0))
         assert count == 50 and len(done) == 1
     assert paired.state_file(None, {"seed": 0}) is None
-
-
-def test_parts_by_arm_are_merged(study, tmp_path, capsys):
-    """Each process writes the runs of one arm."""
-    emoji = importlib.import_module("emoji")
-    files = []
-    for arm, values in {"standard": [0.1, 0.5], "switchback": [0.11, 0.52]}.items():
-        part = {"finished": False, "runs": paired_runs(**{arm: values})}
-        files.append(f"{tmp_path}/{arm}.json")
-        study.write(Path(files[-1]), part)
-    merged = emoji.main(["--merge", *files, f"--out={tmp_path}/all.json"])
-    assert "test top1: +1.50 +- 6.35 (2 pairs, 2 above, 0 below)" in capsys.readouterr().out
-    assert len(merged["runs"]) == 4
-
-
-def test_keys_of_the_config_that_a_study_changes(study):
-    """They are part of a run's key, and the model has them."""
-    icons = importlib.import_module("icons")
-    change = "model.patch_dropout=0"
-    (key, _), *_ = icons.runs(icons.parse(["--set", change, "model.vision.heads=4"]))
-    assert key["set"] == f"{change} model.vision.heads=4"
-    (key, _), *_ = icons.runs(icons.parse([]))
-    assert "set" not in key
-    trainer = icons.make_trainer(("synthetic", "", ""), "B", "standard", 100, 10, 8, (change,))
-    assert trainer.cfg.patch_dropout == 0
 
 
 def language_runs(**values_of_arms):
@@ -315,32 +287,6 @@ def test_planted_outliers_leave_the_function_as_it_is(study):
     assert sorted(set(scale.tolist())) == [1, 30] and scale.tolist().count(30) == 6
     columns = np.max(model.blocks[0].mlp.up.kernel[...] / up, 0).round().tolist()
     assert columns.count(30) == 6 and columns.count(1) == len(columns) - 6
-
-
-def test_remedies_for_outliers_in_the_products_of_swiglu(study):
-    """`down` stays in 16 bits, or reads channels of like magnitude; the other layers follow the recipe."""
-    from flax import nnx
-
-    language = importlib.import_module("language")
-    from examples.language_model.model import Config, Llama
-    from swjax.nnx import product_of
-
-    for remedy in language.REMEDIES:
-        model = nnx.jit(lambda: Llama(Config(16, 32, 2, 1, 1), rngs=nnx.Rngs(0)))()
-        language.convert(model, f"switchback+{remedy}")
-        mlp = model.blocks[0].mlp
-        assert product_of(mlp.gate).recipe == product_of(mlp.up).recipe != product_of(mlp.down)
-    x = jnp.array([[1024.0, 1, 1, 0], [512, 1, 0.5, 0]])
-    seen = []
-    for power, divisor in ((1, 1024), (0.5, 32)):
-        product = language.smoothed(lambda x, w: seen.append((x, w)) or x @ w, power)
-        y = product(x, jnp.ones((4, 3)))
-        scaled, w = seen.pop()
-        assert scaled[0].tolist() == [1024 / divisor, 1, 1, 0]
-        assert w[:3, 0].tolist() == [divisor, 1, 1]
-        assert y.tolist() == (x @ jnp.ones((4, 3))).tolist()
-    with pytest.raises(argparse.ArgumentTypeError, match="an arm is one of"):
-        language.arm("switchback+cleaned")
 
 
 def test_a_corpus_has_no_copies_and_holds_out_packages(study, tmp_path):

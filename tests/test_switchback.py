@@ -238,15 +238,6 @@ def test_forms_that_kernels_read_change_nothing(name, monkeypatch):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
-def test_donation():
-    x, w, _, _ = arrays((8, 16), 16)
-    step = jax.jit(
-        lambda w: w - 0.1 * jax.grad(lambda w: swjax.switchback(x, w).sum())(w), donate_argnums=0
-    )
-    expected = w - 0.1 * jax.grad(lambda w: swjax.switchback(x, w).sum())(w)
-    np.testing.assert_allclose(step(w.copy()), expected, rtol=1e-6)
-
-
 def loss_and_grads(x, w, recipe):
     return jax.grad(lambda x, w: swjax.switchback(x, w, recipe=recipe).sum(), (0, 1))(x, w)
 
@@ -458,148 +449,78 @@ def test_a_gelu_and_a_residual_connection_on_a_mesh(kind):
 @pytest.mark.parametrize(
     "call, message",
     [
-        (
-            lambda x, w: swjax.switchback(x, w.T),
-            r"needs x \[..., k\] and w \[k, n\], got x \(4, 3\) and w \(5, 3\)",
-        ),
+        (lambda x, w: swjax.switchback(x, w.T), r"needs x \[..., k\] .* x \(4, 3\) and w \(5, 3\)"),
         (lambda x, w: swjax.switchback(x, ()), r"got \(\): pass at least one weight"),
         (lambda x, w: swjax.switchback(x, None), "w must be an array, got a NoneType: pass"),
         (lambda x, w: swjax.switchback(x, w, jnp.ones(3)), r"bias must have the shape \(5,\)"),
-        (
-            lambda x, w: swjax.switchback(x, w, addend=jnp.ones(5)),
-            r"addend must be an array of the shape \(4, 5\) of y, got \(5,\): add other shapes to y instead",
-        ),
-        (
-            lambda x, w: swjax.switchback(x, (w, w), addend=x),
-            "addend is for one weight, got 2: add arrays to the outputs instead",
-        ),
-        (
-            lambda x, w: swjax.switchback(x, w, addend=jnp.zeros((*x.shape[:-1], 5), int)),
-            "addend must be float16, bfloat16 or float32, got int32: cast it first",
-        ),
-        (
-            lambda x, w: swjax.mlp(x, w, None, w.T[:, :2], None, add_input=True),
-            r"x \(add_input=True\) must be an array of the shape \(.*, 2\) of y, got .*: add other shapes",
-        ),
-        (
-            lambda x, w: swjax.switchback([[1.0, 2.0, 3.0]], w),
-            r"x must be an array, got a list: pass jnp.asarray\(x\)",
-        ),
-        (
-            lambda x, w: swjax.switchback(swjax.quantize(x), w),
-            "x must be an array, got a QTensor: only w may be quantized",
-        ),
-        (
-            lambda x, w: swjax.switchback(x, w, swjax.quantize(w)),
-            "bias must be an array, got a QTensor: only w may be quantized",
-        ),
-        (
-            lambda x, w: swjax.mlp(x, w, None, 2.0, None),
-            r"w must be an array, got a float: pass jnp.asarray\(w\)",
-        ),
-        (
-            lambda x, w: swjax.switchback(x.astype(int), w),
-            "x must be float16, bfloat16 or float32, got int32: cast",
-        ),
-        (
-            lambda x, w: swjax.switchback(x, (w, w), jnp.zeros(5)),
-            "2 weights need None or a tuple of 2 biases, .* got one for all",
-        ),
+        (lambda x, w: swjax.switchback(x, w, addend=jnp.ones(5)),
+         r"addend must be an array of the shape \(4, 5\) of y, got \(5,\): add other shapes to y instead"),
+        (lambda x, w: swjax.switchback(x, (w, w), addend=x),
+         "addend is for one weight, got 2: add arrays to the outputs instead"),
+        (lambda x, w: swjax.switchback(x, w, addend=jnp.zeros((*x.shape[:-1], 5), int)),
+         "addend must be float16, bfloat16 or float32, got int32: cast it first"),
+        (lambda x, w: swjax.mlp(x, w, None, w.T[:, :2], None, add_input=True),
+         r"x \(add_input=True\) must be an array of the shape \(.*, 2\) of y, got .*: add other shapes"),
+        (lambda x, w: swjax.switchback([[1.0, 2.0, 3.0]], w),
+         r"x must be an array, got a list: pass jnp.asarray\(x\)"),
+        (lambda x, w: swjax.switchback(swjax.quantize(x), w),
+         "x must be an array, got a QTensor: only w may be quantized"),
+        (lambda x, w: swjax.switchback(x, w, swjax.quantize(w)),
+         "bias must be an array, got a QTensor: only w may be quantized"),
+        (lambda x, w: swjax.mlp(x, w, None, 2.0, None),
+         r"w must be an array, got a float: pass jnp.asarray\(w\)"),
+        (lambda x, w: swjax.switchback(x.astype(int), w),
+         "x must be float16, bfloat16 or float32, got int32: cast"),
+        (lambda x, w: swjax.switchback(x, (w, w), jnp.zeros(5)),
+         "2 weights need None or a tuple of 2 biases, .* got one for all"),
         (lambda x, w: swjax.switchback(x, (w, w), (None,)), "tuple of 2 biases, .* got 1"),
-        (
-            lambda x, w: swjax.switchback(x, w, recipe="int4"),
-            "recipe must be one of standard, switchback, .* got 'int4'",
-        ),
-        (
-            lambda x, w: swjax.switchback(x, w, recipe={".*": "switchback"}),
-            "recipe must be one of standard, switchback, .* got {'.*': 'switchback'}",
-        ),
-        (
-            lambda x, w: swjax.switchback(x, w, implementation="cuda"),
-            "implementation must be one of xla, triton, mosaic_gpu, pallas_tpu or None",
-        ),
-        (
-            lambda x, w: swjax.gated_mlp(x, w, w, w.T, activation="relu"),
-            "activation must be one of silu, gelu, gelu_tanh, got 'relu': apply others between",
-        ),
-        (
-            lambda x, w: swjax.gated_mlp(x, w, None, w.T),
-            r"w_gate must be an array \[2, k, h\] or \[k, 2 h\] if w_up is None, got \(3, 5\): pass both",
-        ),
-        (
-            lambda x, w: swjax.gated_mlp(x, w, w[:, :2], w.T),
-            r"w_gate and w_up must have one shape, got \(3, 5\) and \(3, 2\)",
-        ),
+        (lambda x, w: swjax.switchback(x, w, recipe="int4"),
+         "recipe must be one of standard, switchback, .* got 'int4'"),
+        (lambda x, w: swjax.switchback(x, w, recipe={".*": "switchback"}),
+         "recipe must be one of standard, switchback, .* got {'.*': 'switchback'}"),
+        (lambda x, w: swjax.switchback(x, w, implementation="cuda"),
+         "implementation must be one of xla, triton, mosaic_gpu, pallas_tpu or None"),
+        (lambda x, w: swjax.gated_mlp(x, w, w, w.T, activation="relu"),
+         "activation must be one of silu, gelu, gelu_tanh, got 'relu': apply others between"),
+        (lambda x, w: swjax.gated_mlp(x, w, None, w.T),
+         r"w_gate must be an array \[2, k, h\] or \[k, 2 h\] if w_up is None, got \(3, 5\): pass both"),
+        (lambda x, w: swjax.gated_mlp(x, w, w[:, :2], w.T),
+         r"w_gate and w_up must have one shape, got \(3, 5\) and \(3, 2\)"),
         (lambda x, w: swjax.gated_mlp(x, w, w, w), r"got x \(4, 5\) and w \(3, 5\)"),
-        (
-            lambda x, w: swjax.switchback(x, w, prologue=swjax.RMSNorm(jnp.ones(5))),
-            r"RMSNorm's scale must be an array of the shape \(3,\) of x's features, got \(5,\)",
-        ),
-        (
-            lambda x, w: swjax.switchback(x, w, prologue=jax.nn.gelu),
-            "prologue must be a swjax.LayerNorm, a swjax.RMSNorm, a swjax.Gelu or None, got <",
-        ),
-        (
-            lambda x, w: swjax.switchback(
-                x, w, prologue=swjax.LayerNorm(jnp.ones(1), jnp.zeros(3))
-            ),
-            r"LayerNorm's scale must be an array of the shape \(3,\) of x's features, got \(1,\)",
-        ),
-        (
-            lambda x, w: swjax.mlp(
-                x, w, None, w.T, None, prologue=swjax.LayerNorm(jnp.ones(3), None)
-            ),
-            "LayerNorm's bias must be an array of the shape .*, got NoneType",
-        ),
-        (
-            lambda x, w: swjax.switchback(x, w, out_dtype=jnp.int32),
-            "out_dtype must be a floating dtype, got int32: cast y instead",
-        ),
-        (
-            lambda x, w: swjax.switchback(x, w, out_dtype=jnp.complex64),
-            "out_dtype must be a floating dtype, got complex64: cast y instead",
-        ),
-        (
-            lambda x, w: swjax.quantize_weight(w[None]),
-            r"quantize_weight needs w \[k, n\], got \(1, 3, 5\): use jax.vmap",
-        ),
-        (
-            lambda x, w: swjax.quantize(x, dtype="int4"),
-            "dtype must be one of int8, float8_e4m3fn, float8_e5m2, got 'int4'",
-        ),
-        (
-            lambda x, w: swjax.quantize(x.astype(complex)),
-            "x must be float16, .* got complex64: cast it first",
-        ),
-        (
-            lambda x, w: swjax.quantize_weight(w.astype(int)),
-            "x must be float16, .* got int32: cast",
-        ),
+        (lambda x, w: swjax.switchback(x, w, prologue=swjax.RMSNorm(jnp.ones(5))),
+         r"RMSNorm's scale must be an array of the shape \(3,\) of x's features, got \(5,\)"),
+        (lambda x, w: swjax.switchback(x, w, prologue=jax.nn.gelu),
+         "prologue must be a swjax.LayerNorm, a swjax.RMSNorm, a swjax.Gelu or None, got <"),
+        (lambda x, w: swjax.switchback(x, w, prologue=swjax.LayerNorm(jnp.ones(1), jnp.zeros(3))),
+         r"LayerNorm's scale must be an array of the shape \(3,\) of x's features, got \(1,\)"),
+        (lambda x, w: swjax.mlp(x, w, None, w.T, None, prologue=swjax.LayerNorm(jnp.ones(3), None)),
+         "LayerNorm's bias must be an array of the shape .*, got NoneType"),
+        (lambda x, w: swjax.switchback(x, w, out_dtype=jnp.int32),
+         "out_dtype must be a floating dtype, got int32: cast y instead"),
+        (lambda x, w: swjax.switchback(x, w, out_dtype=jnp.complex64),
+         "out_dtype must be a floating dtype, got complex64: cast y instead"),
+        (lambda x, w: swjax.quantize_weight(w[None]),
+         r"quantize_weight needs w \[k, n\], got \(1, 3, 5\): use jax.vmap"),
+        (lambda x, w: swjax.quantize(x, dtype="int4"),
+         "dtype must be one of int8, float8_e4m3fn, float8_e5m2, got 'int4'"),
+        (lambda x, w: swjax.quantize(x.astype(complex)), "x must .* got complex64: cast it first"),
+        (lambda x, w: swjax.quantize_weight(w.astype(int)), "x must be float16, .* int32: cast"),
         (lambda x, w: swjax.dot_general("int4"), "got 'int4'"),
         (lambda x, w: Quantizer("int8", "tesnor"), "scope must be one of .*got 'tesnor'"),
         (lambda x, w: Quantizer("int4", "row"), "dtype must be one of .*got 'int4'"),
         (lambda x, w: Recipe(fwd="switchback"), "fwd must be a Product or None, got 'switchback'"),
         (lambda x, w: Product("int8", "int8"), "lhs must be a Quantizer, got 'int8'"),
-        (
-            lambda x, w: Product(Quantizer("int8", "row"), Quantizer("float8_e4m3fn", "tensor")),
-            "int8 with int8, or fp8 with fp8, got int8 and float8_e4m3fn",
-        ),
-        (
-            lambda x, w: Product(Quantizer("int8", "row"), Quantizer("int8", "channel"), -6.0),
-            "outlier_threshold must be at least 0, got -6.0: 0 turns outliers off",
-        ),
+        (lambda x, w: Product(Quantizer("int8", "row"), Quantizer("float8_e4m3fn", "tensor")),
+         "int8 with int8, or fp8 with fp8, got int8 and float8_e4m3fn"),
+        (lambda x, w: Product(Quantizer("int8", "row"), Quantizer("int8", "channel"), -6.0),
+         "outlier_threshold must be at least 0, got -6.0: 0 turns outliers off"),
         (lambda x, w: swjax.switchback(x, [w, w]), "got a list: .*or a tuple of several weights"),
         (lambda x, w: Recipe(save_quantized=True), "needs quantized fwd and dgrad"),
-        (
-            lambda x, w: Recipe(
-                *[Product(Quantizer("int8", "row"), Quantizer("int8", "channel"), 6.0)] * 2,
-                None,
-                True,
-            ),
-            "cannot keep outliers",
-        ),
+        (lambda x,
+         w: Recipe(*[Product(Quantizer("int8", "row"), Quantizer("int8", "channel"), 6.0)] * 2, None, True),
+         "cannot keep outliers"),
     ],
-)
+)  # fmt: skip
 def test_errors_name_the_invariant_the_value_and_the_remedy(call, message):
     with pytest.raises((TypeError, ValueError), match=message):
         call(jnp.ones((4, 3)), jnp.ones((3, 5)))

@@ -120,17 +120,6 @@ def test_operands_in_block_formats_are_measured():
             np.testing.assert_allclose(got, snr_db(rounded, exact), rtol=1e-3, err_msg=operand)
 
 
-@pytest.mark.release
-def test_rotated_tokens_keep_what_one_scale_a_column_loses():
-    """A few large tokens take the scale of a column, and the small ones round to few values."""
-    x = jnp.asarray(RNG.normal(size=(1024, 64)), jnp.float32).at[::257].multiply(100)
-    zeros = {
-        recipe: measured(loss, two_layers(recipe), x)["quantization/zeros/layers/0/wgrad_x"]
-        for recipe in ("llm_int8", "switchback_hadamard")
-    }
-    assert zeros["llm_int8"] > 0.3 > 0.1 > zeros["switchback_hadamard"]
-
-
 @pytest.mark.parametrize(
     "recipe", thinning.first(["switchback_hadamard", "switchback", "fp8_switchback"])
 )
@@ -222,15 +211,6 @@ def test_outliers_of_16_bits_are_those_of_the_layer():
     x = jnp.zeros((3, 16)).at[:, 0].set(6.09375)
     found = measured(loss, nnx.Sequential(layer), x)
     assert found["quantization/saturated/layers/0/x"] == 1  # NaN if x had no other feature
-
-
-@pytest.mark.release
-def test_fp8_keeps_what_int8_loses():
-    def zeros(recipe):
-        small = X.at[:, 1:].multiply(1e-3)
-        return measured(loss, two_layers(recipe), small)["quantization/zeros/layers/0/x"]
-
-    assert zeros("switchback") > 0.5 > 0.01 > zeros("fp8_switchback")
 
 
 @pytest.mark.release
@@ -414,14 +394,10 @@ def test_a_model_without_quantized_layers_is_refused(model):
 
 
 def test_what_is_not_an_nnx_model_is_refused():
-    with pytest.raises(
-        TypeError, match="^model must be an NNX model, got the Linen module Dense: "
-    ):
+    with pytest.raises(TypeError, match="^model must be an NNX model, got the Linen .* Dense: "):
         diagnostics.measure(loss, linen.Dense(3), X)
     for model in (None, X, loss):  # the last: swapped arguments
-        with pytest.raises(
-            TypeError, match="^model must be an NNX model, got .*: call measure.loss_fn"
-        ):
+        with pytest.raises(TypeError, match="^model must be an NNX model, .* call measure.loss_fn"):
             diagnostics.measure(two_layers(), model, X)
 
 
@@ -469,9 +445,7 @@ def test_modules_of_a_stack_have_a_value_for_each_layer():
     found = measured(loss, Tower(), X, quantization=None, features=".*")
     shapes = {name.partition("_abs")[2]: value.shape for name, value in found.items()}
     assert shapes == dict.fromkeys(["/b", "/b/ln", "/b/fc", "/b/drop"], (3,)) | {"": (), "/ln": ()}
-    with pytest.raises(
-        ValueError, match="^features of a stack must be .* Stack with .* [(]3, 3[)]: "
-    ):
+    with pytest.raises(ValueError, match="^features of .* must be .* Stack with .* [(]3, 3[)]: "):
         diagnostics.measure(loss, Stack(True), X, features="")
 
 
@@ -536,7 +510,5 @@ def test_adamw_of_an_nnx_optimizer():
 
 def test_adamw_rms_needs_the_state_of_the_whole_gradient():
     params = {"w": jnp.ones(3), "b": jnp.ones(1)}
-    with pytest.raises(
-        ValueError, match="^opt_state must contain one .* for the 1 tensors .* found 1: "
-    ):
+    with pytest.raises(ValueError, match="^opt_state must contain one .* for the 1 tensors .* 1: "):
         adamw_rms_by_path(optax.adamw(1e-3).init(params), {"w": jnp.ones(3)})

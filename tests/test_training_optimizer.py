@@ -202,7 +202,5 @@ def test_a_second_run_continues_a_stable_phase(micro):
 
 @pytest.mark.parametrize("name", ["wsd", "rsqrt"])
 def test_a_decay_before_the_warmup_ends_is_refused(micro, name):
-    with pytest.raises(
-        ConfigError, match="decays in the last 99 of 110 steps, but 12 warm up: lower"
-    ):
+    with pytest.raises(ConfigError, match="decays in the last 99 of 110 steps, .* warm up: lower"):
         schedule_of(micro, name, warmup=12, decay=0.9)

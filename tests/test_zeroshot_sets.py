@@ -71,9 +71,7 @@ def test_class_folders_named_by_numbers(tmp_path):
         assert [found[i]["captions"] for i in range(12)] == [(name,) for name in names]
         assert found.key(10) == f"{root}/{10 + first}/0.jpg" and found.class_names == tuple(names)
     (root / "5").rename(root / "50")
-    with pytest.raises(
-        ValueError, match="numbers must be 0 to 11 or 1 to 12 without gaps, got 1 to"
-    ):
+    with pytest.raises(ValueError, match="numbers must .* 11 or 1 to 12 without gaps, got 1 to"):
         open_set(text, tmp_path)
     (root / "50").rename(root / "5")
     (root / "classnames.txt").write_text("\n".join(sorted(str(n + 1) for n in range(12))))
@@ -200,20 +198,12 @@ def test_a_column_of_numbers_needs_names(tmp_path):
 @pytest.mark.parametrize(
     "labels, names, message",
     [
-        (
-            ["owl", "Toad"],
-            "toad\nowl",
-            "label 'Toad' of .*pets.csv' is not in classnames.txt, which",
-        ),
+        (["owl", "Toad"], "toad\nowl", "label 'Toad' of .*pets.csv' .* in classnames.txt, which"),
         (["1", "3", "?"], "a\nb\nc", "labels '1' and '\\?', and classnames.txt contains neither"),
         (["0.0", "10.0", "2.0"], "a\nb\nc", "label '0.0' of .* must be a whole number, as 0, or"),
         ([1, 3, 2], "a\nb\nc", "labels of .*pets.csv' must be 0 to 2, and are 1 to 3: subtract 1"),
         ([0, 1, 2], "a\n\nb\nc", "classnames.txt: line 2 is empty, and would move the names after"),
-        (
-            ["crane", "owl"],
-            "crane\nowl\ncrane",
-            "classnames.txt contains 'crane' twice, a label of",
-        ),
+        (["crane", "owl"], "crane\nowl\ncrane", "classnames.txt contains 'crane' .* a label of"),
     ],
 )
 def test_labels_that_would_have_names_of_other_classes(labels, names, message, tmp_path):
@@ -233,9 +223,7 @@ def test_only_line_ends_separate_names(tmp_path):
 def test_names_of_folders_in_another_order(tmp_path):
     text = write_folders(tmp_path / "pets", images=1)
     (tmp_path / "pets" / "classnames.txt").write_text("toad\nred fox\nsnow owl\n")
-    with pytest.raises(
-        ValueError, match="classnames.txt has .* order, .*in the order red fox, snow owl"
-    ):
+    with pytest.raises(ValueError, match="classnames.txt has .* order, .* order red fox, snow owl"):
         open_set(text, tmp_path)
 
 

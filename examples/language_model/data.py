@@ -37,8 +37,10 @@ def read(folder: Path, length: int) -> Corpus:
     """Reads the text files of a folder; each ends in a zero byte.
 
     Raises:
-      ValueError: a split has fewer than length + 1 bytes.
+      ValueError: there is no such folder, or a split has fewer than length + 1 bytes.
     """
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder: name one that holds text files")
     texts = []
     for path, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if name not in SKIPPED)

@@ -161,8 +161,9 @@ class Run:
         step = self.checkpoints.latest_step() or 0
         if step:
             state = self.checkpoints.restore(step, args=ocp.args.StandardRestore(state))
+        # A kill or a full disk may cut the last line, which is later than the checkpoint.
         lines = self.metrics.read_text().splitlines() if step else []
-        kept = [line for line in lines if json.loads(line)["step"] <= step]
+        kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]
         self.metrics.write_text("".join(f"{line}\n" for line in kept))
         self.saved = time.perf_counter()
         self.began = self.saved, step
@@ -228,7 +229,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if args.batch % jax.device_count():
         fail(f"--batch={args.batch} must be a multiple of the {jax.device_count()} devices")
     if not 0 < len(args.prompt) < args.length:
-        fail(f"--prompt must have 1 to {args.length - 1} bytes, got {len(args.prompt)}")
+        fail(
+            f"--prompt must have at least one byte and fewer than --length={args.length}, got "
+            f"{len(args.prompt)}"
+        )
+    if args.seed < 0:
+        fail(f"--seed must be at least 0, got {args.seed}")
     return args
 
 

@@ -20,7 +20,7 @@ from swjax.kernels.products.mosaic_gpu.product import TiledWork
 
 BLOCK = LINE  # values that share a scale: those of one step
 FORMAT = "float8_e4m3fn", BLOCK, "float32"
-PIECE = LINE // 2  # bytes of the rows of a written piece
+PIECE = 32  # columns written at a time
 SQUARES = 32  # scales of squares in a slot: a copy has at least 128 bytes
 ALIGNED = 4  # scales in 16 bytes: a copy from another address is an illegal instruction
 
@@ -70,8 +70,8 @@ class BlockProductSpec:
 class BlockProductWork(TiledWork):
     """The `pipeline.Work` of one block of threads.
 
-    The tensor cores sum the products of one step for BLOCK columns. A thread multiplies these 64 sums by both
-    scales, which `scratch.vectors` holds, and adds them to its totals.
+    The tensor cores sum the products of one step. A thread multiplies these sums by both scales, which
+    `scratch.vectors` holds, and adds them to its totals.
     """
 
     spec: BlockProductSpec
@@ -88,11 +88,6 @@ class BlockProductWork(TiledWork):
         del unit
         return 0, self.spec.steps
 
-    @property
-    def piece(self) -> int:
-        """Number of columns that are written at a time."""
-        return PIECE // self.out.dtype.itemsize
-
     def load(self, unit: jax.Array) -> Callable:
         inputs, (row, column) = self.inputs, self.corner(unit)
         rows, columns = pl.ds(row, TILE_M), pl.ds(column, self.columns)
@@ -107,41 +102,39 @@ class BlockProductWork(TiledWork):
 
         return load_step
 
-    def total(self, unit: jax.Array, half: jax.Array, sum_steps: SumSteps) -> tuple:
-        shape, rows = (HALF, BLOCK), pl.ds(half * HALF, HALF)
+    def total(self, unit: jax.Array, half: jax.Array, sum_steps: SumSteps) -> jax.Array:
+        shape = HALF, self.columns
         _, column = self.corner(unit)
-        square = lax.rem(column // BLOCK, ALIGNED)  # that of the first part, in a slot
-        a_scale, b_scale = self.scratch.vectors
+        square = lax.rem(column // BLOCK, ALIGNED)  # in a slot
+        a_ring, b_ring = self.scratch.vectors
 
-        def multiply(sums, slot, part):
-            a, b = self.scratch.a, self.scratch.b
-            plgpu.wgmma(sums, a.at[slot, rows], b.at[slot, pl.ds(part * BLOCK, BLOCK)].T)
-
-        def add(slot, part, sums, total):
-            scale = pipeline.load_registers(a_scale.at[slot], rows)
+        def scales(slot):
+            a_scale = pipeline.load_registers(a_ring.at[slot], pl.ds(half * HALF, HALF))
             if self.spec.squares:
-                sums = sums * b_scale[slot, square + part]
-            else:
-                columns = pl.ds(part * BLOCK, BLOCK)
-                of_columns = pipeline.load_registers(b_scale.at[slot], columns)
-                sums = sums * lax.broadcast_in_dim(of_columns, shape, (1,))
-            return total + sums * lax.broadcast_in_dim(scale, shape, (0,))
+                return a_scale * b_ring[slot, square], None
+            return a_scale, pipeline.load_registers(b_ring.at[slot], pl.ds(0, self.columns))
 
-        fold = Fold(multiply, add, (pipeline.zeros(shape),) * (self.columns // BLOCK))
+        def add(scales, sums, total):
+            of_rows, of_columns = scales
+            if of_columns is not None:
+                sums = sums * lax.broadcast_in_dim(of_columns, shape, (1,))
+            return total + sums * lax.broadcast_in_dim(of_rows, shape, (0,))
+
+        fold = Fold(scales, add, pipeline.zeros(shape), self.spec.tile.chunk)
         return sum_steps(0, self.spec.steps, fold=fold)
 
-    def store(self, unit: jax.Array, total: tuple, half: jax.Array) -> None:
+    def store(self, unit: jax.Array, total: jax.Array, half: jax.Array) -> None:
         _, column = self.corner(unit)
 
         def piece(at):
-            y = total[at // BLOCK][:, at % BLOCK : at % BLOCK + self.piece]
+            y = total[:, at : at + PIECE]
             if not self.spec.bias:
                 return y
-            bias = pipeline.load_registers(self.inputs.bias, pl.ds(column + at, self.piece))
+            bias = pipeline.load_registers(self.inputs.bias, pl.ds(column + at, PIECE))
             return y + lax.broadcast_in_dim(bias, y.shape, (1,))
 
         to = self.out.at[self.area(unit, half)]
-        pipeline.store_tile(piece, self.scratch.out.at[half], to, self.piece)
+        pipeline.store_tile(piece, self.scratch.out.at[half], to, PIECE)
 
 
 def block_matmul(
@@ -186,9 +179,8 @@ def block_matmul(
         stages=tile.stages,
         blocks=spec.blocks,
         cluster=cluster,
-        turns=squares,
         vectors=(TILE_M, SQUARES if squares else tile.columns),
-        piece=PIECE // jnp.dtype(out_dtype).itemsize,
+        piece=PIECE,
         interpret=interpret,
     )(_inputs(spec, a, b, bias))
     y = y.reshape(*a.values.shape[:-1], n)

@@ -41,7 +41,6 @@ class Scratch(NamedTuple):
       mirrored: [2, piece, HALF], a buffer of each compute warpgroup for transposes of pieces.
       full, empty: a barrier for each slot of the rings.
       addend: a barrier for each compute warpgroup: its half of the array that is added has arrived.
-      turn: a barrier for each compute warpgroup and slot: it has multiplied the first part of a `Fold`.
       edge: [2, HALF, piece], a buffer without swizzle of each compute warpgroup, of which any rows can be
         written.
       vectors: rings of float32 vectors, such as scales, [stages, length] each.
@@ -54,7 +53,6 @@ class Scratch(NamedTuple):
     full: Ref = None
     empty: Ref = None
     addend: Ref = None
-    turn: Ref = None
     edge: Ref = None
     vectors: tuple[Ref, ...] = ()
 
@@ -63,15 +61,17 @@ class Fold(NamedTuple):
     """How to add the sums of single steps, such as with scales that change from step to step.
 
     Attributes:
-      multiply: function (sums, slot, part) that adds the product of the operands in a slot, for a part of the
-        columns.
-      add: function (slot, part, sums of a step, total) that returns the new total of the part.
-      initial: the totals of all parts before the first step.
+      read: function of a slot that returns what `add` needs besides the sums.
+      add: function of what `read` returned, the sums of the step and the total, that returns the new total.
+      initial: the total before the first step.
+      chunk: number of steps whose products overlap additions. It is 1 if registers hold one set of sums
+        besides the total, and more if they hold two.
     """
 
-    multiply: Callable[[Ref, jax.Array, int], None]
-    add: Callable[[jax.Array, int, jax.Array, Any], Any]
-    initial: tuple[Any, ...]
+    read: Callable[[jax.Array], Any]
+    add: Callable[[Any, jax.Array, Any], Any]
+    initial: Any
+    chunk: int
 
 
 # (first step of a unit, number of steps, function to call in step DURING or None, function of a step and its
@@ -287,38 +287,43 @@ def _fold_steps(
     count: int,
     half: jax.Array,
     fold: Fold,
-) -> tuple[Any, ...]:
-    """Adds the sums of each of `count` steps from step `used` on, one part of the columns after the other.
+) -> Any:
+    """Adds the sums of each of `count` steps from step `used` on; see `Fold`.
 
-    While one warpgroup adds its sums, the tensor cores multiply for the other one.
+    While a thread adds the sums of a step, the tensor cores multiply the next step of the same chunk.
     """
-    columns = work.columns // len(fold.initial)
-    accumulator = plgpu.WGMMAAccumulatorRef((HALF, columns), jnp.dtype(work.sum_dtype))
+    accumulator = plgpu.WGMMAAccumulatorRef((HALF, work.columns), jnp.dtype(work.sum_dtype))
 
-    def add_step(step, totals):
-        slot = lax.rem(used + step, work.stages)
-        plgpu.barrier_wait(scratch.full.at[slot])
-        if scratch.turn is not None:  # the second warpgroup is one part behind the first
-            before = work.stages + lax.rem(used + step + work.stages - 1, work.stages)
-            turn = scratch.turn.at[jnp.where(half == 1, slot, before)]
-            pl.when((half == 1) | (used + step > 0))(lambda: plgpu.barrier_wait(turn))
+    def add_chunk(first, length, total):
+        def add(slot, sums, total, *, in_flight):
+            finished = plgpu.wgmma_accumulator_load(sums, wait_n=in_flight)
+            known = fold.read(slot)
+            plgpu.commit_smem()  # all warps have read, before one thread releases the slot
+            plgpu.barrier_arrive(scratch.empty.at[slot])
+            return fold.add(known, finished, total)
 
-        def added(part, total):
+        def multiply(i, before, total):
+            slot = lax.rem(used + first + i, work.stages)
+            plgpu.barrier_wait(scratch.full.at[slot])
+
             def with_sums(sums):
-                fold.multiply(sums, slot, part)
-                finished = plgpu.wgmma_accumulator_load(sums, wait_n=0)
-                if scratch.turn is not None and part == 0:
-                    plgpu.barrier_arrive(scratch.turn.at[half * work.stages + slot])
-                return fold.add(slot, part, finished, total)
+                work.multiply(sums, slot, half)
+                added = total
+                if before:
+                    slot_before, sums_before = before
+                    added = add(slot_before, sums_before, total, in_flight=1)
+                if i + 1 < length:
+                    return multiply(i + 1, (slot, sums), added)
+                return add(slot, sums, added, in_flight=0)
 
             return pl.run_scoped(with_sums, sums=accumulator)
 
-        totals = tuple(added(part, total) for part, total in enumerate(totals))
-        plgpu.commit_smem()  # all warps have read, before one thread releases the slot
-        plgpu.barrier_arrive(scratch.empty.at[slot])
-        return totals
+        return multiply(0, None, total)
 
-    return lax.fori_loop(0, count, add_step, fold.initial)
+    whole, rest = divmod(count, fold.chunk)
+    chunk = lambda i, total: add_chunk(i * fold.chunk, fold.chunk, total)
+    total = lax.fori_loop(0, whole, chunk, fold.initial)
+    return add_chunk(whole * fold.chunk, rest, total) if rest else total
 
 
 def unit_count(total: int, block: jax.Array, blocks: int) -> jax.Array:
@@ -454,7 +459,6 @@ def launch(
     cluster: int,
     addend: bool = False,
     edge: bool = False,
-    turns: bool = False,
     vectors: tuple[int, ...] = (),
     piece: int | None = None,
     interpret: Any,
@@ -470,8 +474,6 @@ def launch(
       cluster: number of blocks of a cluster.
       addend: whether an array is added to the tiles.
       edge: whether `store_rows` writes some of the tiles.
-      turns: whether the compute warpgroups take turns to start the steps of a `Fold`, so that one adds while
-        the other one multiplies.
       vectors: lengths of the rings of vectors.
       piece: number of columns written at a time; None: they fill a line.
       interpret: parameters of Pallas's interpreter, or None.
@@ -495,7 +497,6 @@ def launch(
         full=full,
         empty=empty,
         addend=plgpu.Barrier(num_arrivals=pieces, num_barriers=2) if addend else None,
-        turn=plgpu.Barrier(num_arrivals=1, num_barriers=2 * stages) if turns else None,
         edge=plgpu.SMEM((2, HALF, piece), dtype) if edge else None,
         vectors=tuple(plgpu.SMEM((stages, length), jnp.float32) for length in vectors),
     )

@@ -2,11 +2,11 @@
 
 from swjax.data.augmentation import Augmentation
 from swjax.data.batches import loader
-from swjax.data.images import Fitting, preprocess, random_resized_crop
+from swjax.data.images import Fitting, preprocess
 from swjax.data.mixture import Mixture
 from swjax.data.processes import LostProcess
 from swjax.data.skipping import BadData, log_to
-from swjax.data.sources import Source, fingerprint, prepare, source, templates
+from swjax.data.sources import Source, fingerprint, source, templates
 from swjax.data.tokenizer import check_tokenizer, tokenize
 
 __all__ = [
@@ -20,9 +20,7 @@ __all__ = [
     "fingerprint",
     "loader",
     "log_to",
-    "prepare",
     "preprocess",
-    "random_resized_crop",
     "source",
     "templates",
     "tokenize",

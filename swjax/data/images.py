@@ -177,7 +177,7 @@ def random_fit(
     Args:
       image, size, resize, fitting: see `fit`.
       rng: generator of the rectangle, and of the filter.
-      scale: see `random_resized_crop`.
+      scale: see `random_box`.
       ratio: the same; unless the mode is "shortest", relative to the shape of the picture.
 
     Returns:
@@ -203,29 +203,6 @@ def _scaled(part: slice, side: int) -> slice:
     return slice(start, max(start + 1, round(part.stop * side / _UNIT)))
 
 
-def random_resized_crop(
-    image: np.ndarray,
-    rng: np.random.Generator,
-    size: int,
-    scale: tuple[float, float] = SCALE,
-    ratio: tuple[float, float] = RATIO,
-) -> np.ndarray:
-    """Crops a random rectangle and resizes it to a square with an antialiased bicubic filter.
-
-    Args:
-      image: uint8 [h, w, 3 or 4].
-      rng: generator of the rectangle.
-      size: height = width of the result in pixels.
-      scale: range of the rectangle's share of the image area; uniformly distributed.
-      ratio: range of the rectangle's width / height; its logarithm is uniformly distributed.
-
-    Returns:
-      uint8 [size, size, 3 or 4].
-    """
-    box = random_box(image.shape[0], image.shape[1], rng, scale, ratio)
-    return resize_with_pillow(image[box], size)
-
-
 def random_box(
     height: int,
     width: int,
@@ -233,7 +210,14 @@ def random_box(
     scale: tuple[float, float] = SCALE,
     ratio: tuple[float, float] = RATIO,
 ) -> tuple[slice, slice]:
-    """Returns the rows and columns of the rectangle for `random_resized_crop`."""
+    """Returns the rows and columns of a random rectangle of an image.
+
+    Args:
+      height, width: of the image, in pixels.
+      rng: generator of the rectangle.
+      scale: range of the rectangle's share of the image area; uniformly distributed.
+      ratio: range of the rectangle's width / height; its logarithm is uniformly distributed.
+    """
     smallest, largest = scale
     narrowest, widest = math.log(ratio[0]), math.log(ratio[1])
     for _ in range(10):

@@ -105,11 +105,6 @@ def source(
     return make(split, **options)
 
 
-def prepare(name: str, *, data_dir: str = "data", **options: Any) -> None:
-    """Prepares a data set before its first use; returns at once if it is prepared."""
-    source(name, "train", data_dir=data_dir, **options)
-
-
 def templates(name: str) -> tuple[str, ...]:
     """Returns the prompts of a data set without opening it; () if it has none, like a mixture.
 

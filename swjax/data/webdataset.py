@@ -31,10 +31,6 @@ class WebDataset(Photographs):
     behind an fsspec address needs one request per sample.
 
     The class extracts nothing to disk and unpickles nothing.
-
-    Attributes:
-      paths: the tars.
-      keys: the arguments image_key and text_key.
     """
 
     def __init__(
@@ -58,14 +54,13 @@ class WebDataset(Photographs):
         """
         self._arguments = dict(data_dir=data_dir, image_key=image_key, text_key=text_key)
         self._split = split
-        self.keys = {"image_key": image_key, "text_key": text_key}
         self._image_keys = [_extension(key) for key in image_key.split(";")]
         self._text_keys = [_extension(key) for key in text_key.split(";")]
         # The kind has the version of `scan`, because positions that another version stored differ.
         self._index = Index(files.expand(split), scan, kind="webdataset 2", data_dir=data_dir)
         if not len(self._index):
             raise ValueError(f"the tars {split!r} have no samples{self._index.excuse()}")
-        self.paths, self.shards = self._index.paths, self._index.lengths
+        self.shards = self._index.lengths
         self.damage, self.damaged_share = self._index.damage, self._index.damaged_share
 
     def __len__(self) -> int:
@@ -75,7 +70,7 @@ class WebDataset(Photographs):
         """Returns the tar and the sample's name, or the sample's position if it is unreadable."""
         path, start, _ = self._index[index]
         try:
-            return f"{path}:{self.sample(index)[0]}"
+            return f"{path}:{self._sample(index)[0]}"
         except (OSError, ValueError):
             return f"{path}: byte {start}"
 
@@ -85,9 +80,9 @@ class WebDataset(Photographs):
 
     def record(self, index: int) -> Record:
         """Reads a sample's image and caption."""
-        return self.pick(self.sample(index)[1])
+        return self._pick(self._sample(index)[1])
 
-    def sample(self, index: int) -> tuple[str, dict[str, bytes]]:
+    def _sample(self, index: int) -> tuple[str, dict[str, bytes]]:
         """Reads a sample; returns its name and its files by extension."""
         path, start, stop = self._index[index]
         if stop - start > _LARGEST_SAMPLE:
@@ -101,7 +96,7 @@ class WebDataset(Photographs):
                 found[name[1]] = data[member.start : member.start + member.size]
         return key, found
 
-    def pick(self, found: dict[str, bytes]) -> Record:
+    def _pick(self, found: dict[str, bytes]) -> Record:
         """Selects the image and the caption among the files of a sample."""
         image = next((found[name] for name in self._image_keys if name in found), None)
         if image is None:

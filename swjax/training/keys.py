@@ -175,7 +175,7 @@ def choice(name: str, value: str, known: Iterable[str]) -> str:
 def suggest(name: str, known: Iterable[str]) -> str:
     """Suggests the known name nearest to a misspelt one, or lists all known names.
 
-    >>> suggest("repot", ["report", "convert"])
+    >>> suggest("repot", ["report", "export"])
     "did you mean 'report'?"
     """
     near = difflib.get_close_matches(name, list(known), n=1)
