@@ -6,6 +6,7 @@ A chart shows results of one run on one GPU, unless its page says otherwise.
 """
 
 import argparse
+import itertools
 import json
 import re
 import sys
@@ -52,8 +53,8 @@ LANGUAGE_MODELS = {
     "switchback_hadamard+fused": "swjax, int8, fused norms and MLP",
 }
 LANGUAGE_PANELS = {
-    "8b": "two blocks of Llama-3-8B, forward and backward, 4 x 4,096 tokens",
-    "step": "Llama-3.2-1B, whole training step, 8 x 4,096 tokens",
+    "8b": "two blocks of Llama-3-8B on one H200, forward and backward, 4 x 4,096 tokens",
+    "8b_fsdp4": "Llama-3-8B, whole training steps on four H200s (FSDP), 8 x 8,192 tokens",
 }
 # Panels of the chart of training steps: (kind, model, title).
 STEP_PANELS = (
@@ -167,12 +168,10 @@ def draw_language_models(figure) -> None:
         bars = {label: rates[name][arm] / 1e3 for arm, label in known.items()}
         draw_bars(axes, bars, "{:,.0f}")
         axes.set_title(title, loc="left", fontsize=9)
-    axes.set_xlabel("thousand tokens per second, one H200", fontsize=9)
-    over = [
-        rates["8b"]["switchback_hadamard+fused"] / rates["8b"][peer]
-        for peer in ("flax", "torch float8_tensorwise")
-    ]
-    answer = "Llama-3-8B blocks: int8 is {:.2f} times Flax's bf16, {:.2f} times torchao's float8"
+    axes.set_xlabel("thousand tokens per second", fontsize=9)
+    ours = rates["8b_fsdp4"]["switchback_hadamard+fused"]
+    over = [ours / rates["8b_fsdp4"][peer] for peer in ("flax", "torch float8_tensorwise")]
+    answer = "Llama-3-8B's steps: int8 is {:.2f} times Flax's bf16, {:.2f} times torchao's float8"
     say(figure, answer.format(*over))
 
 
@@ -396,24 +395,28 @@ def draw_pairs(figure) -> None:
 
 def draw_language(figure) -> None:
     """Draws the paired differences of a language model's loss, their means and 95% intervals."""
-    figure.set_size_inches(7.2, 3.2)
-    axes, runs = figure.subplots(), read("language")["runs"]
-    rows = {row["arm"]: row for row in language.summary(runs)}
-    arms = [arm for arm in language.ARMS if arm in rows]
-    for y, arm in enumerate(arms):
-        pairs, row = language.differences(runs, arm, "val"), rows[arm]
+    figure.set_size_inches(7.2, 4.2)
+    axes = figure.subplots()
+    parts = {"": read("language")["runs"], ", new seeds": read("language_second")["runs"]}
+    found = {
+        (row["arm"], part): row for part, runs in parts.items() for row in language.summary(runs)
+    }
+    shown = [each for each in itertools.product(language.ARMS, parts) if each in found]
+    for y, (arm, part) in enumerate(shown):
+        pairs, row = language.differences(parts[part], arm, "val"), found[arm, part]
         color = PEER if arm == paired.CONTROL else OTHER if "fp8" in arm else OURS
         axes.plot(pairs, [y] * len(pairs), "|", color=color, markersize=9, alpha=0.6)
         axes.errorbar(row["mean"], y, xerr=row["half"], fmt="o", color=color, capsize=4)
-        found = f"{row['mean']:+.4f} ± {row['half']:.4f}, {row['pairs']} pairs"
-        axes.text(0.0072, y, found, va="center", fontsize=8.5)
+        said = f"{row['mean']:+.4f} ± {row['half']:.4f}, {row['pairs']} pairs"
+        axes.text(0.0072, y, said, va="center", fontsize=8.5)
     axes.axvspan(-language.MARGIN, language.MARGIN, color="black", alpha=0.06, linewidth=0)
     axes.axvline(0, color="black", linewidth=0.8)
-    axes.set_yticks(range(len(arms)), ["control, minus bf16", *arms[1:]])
+    names = {paired.CONTROL: "control, minus bf16"}
+    axes.set_yticks(range(len(shown)), [names.get(arm, arm) + part for arm, part in shown])
     axes.invert_yaxis()
     axes.set_xlim(-0.0085, 0.0145)
     axes.set_xticks([-0.006, -0.003, 0, 0.003, 0.006])
-    said = "validation loss minus the mean of bf16 and its control, nats a byte; shaded: margin"
+    said = "loss minus the mean of bf16 and its control, nats a byte; shaded: margin"
     axes.set_xlabel(said, fontsize=9)
     clear(axes)
     say(figure, "No 8-bit recipe raises a language model's loss by the margin of 0.003")

@@ -4,6 +4,7 @@
     python -m benchmarks.language_models --kinds blocks --models llama-3-8b --arms flax switchback_hadamard
     python -m benchmarks.language_models --kinds step --models llama-3.2-1b --batch 16 --remat
     python -m benchmarks.language_models --kinds step --models llama-3.2-1b --mesh fsdp=1 fsdp=2  # two GPUs
+    python -m benchmarks.language_models --kinds step --models llama-3-8b --mesh fsdp=4 --batch 2  # four GPUs
     python -m benchmarks.language_models --models tiny --out=tiny.json      # on any machine
 
 "blocks": the gradients of all parameters and of the input. "step": embedding, blocks, head, cross-entropy in
@@ -186,7 +187,7 @@ def measure(rows: list[dict], case: Case, program: Program) -> dict:
     if case.devices == 1:
         return row | kernel_times(run)
     row |= exchanged(compiled)
-    return row | profile(lambda: [jax.block_until_ready(run()) for _ in range(PROFILED)], PROFILED)
+    return row | profile(lambda: jax.block_until_ready([run() for _ in range(PROFILED)]), PROFILED)
 
 
 def saved_gib(case: Case) -> float:

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import swjax
 import swjax.nnx
-from benchmarks.language_models_shapes import CHUNK, EPSILON, ROPE_BASE, Shape
+from benchmarks.language_models_shapes import EPSILON, ROPE_BASE, Shape, chunk
 from swjax.losses import linear_cross_entropy
 from swjax.models.embeddings import lookup
 
@@ -186,7 +186,8 @@ class LanguageModel(nnx.Module):
         x = lookup(table, tokens[:, :-1], DTYPE.dtype.name).astype(DTYPE)
         x = self.norm(self.blocks(x, rotation(x.shape[1], self.head_width)))
         head = table.T if self.head is None else self.head[...]
-        return linear_cross_entropy(x, head, tokens[:, 1:], chunk=CHUNK, logits_dtype=DTYPE)
+        options = {"chunk": chunk(len(x)), "logits_dtype": DTYPE}
+        return linear_cross_entropy(x, head, tokens[:, 1:], **options)
 
 
 def rotation(length: int, width: int) -> Rotation:

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import swjax.nnx
 from benchmarks.language_models_flax import DTYPE, FusedBlock, LanguageModel, rotation
-from benchmarks.language_models_shapes import CHUNK, Shape
+from benchmarks.language_models_shapes import Shape, chunk
 from swjax.losses import linear_cross_entropy
 from swjax.models.embeddings import lookup
 
@@ -109,7 +109,7 @@ class ShardedLanguageModel(LanguageModel):
 
         def loss(x, head, labels):
             head = head[0].T if self.head is None else head[0]
-            options = {"chunk": CHUNK, "logits_dtype": DTYPE}
+            options = {"chunk": chunk(len(x)), "logits_dtype": DTYPE}
             return linear_cross_entropy(x, head, labels, **options)[None]
 
         head = table if self.head is None else gather(self.head[...])

@@ -95,7 +95,6 @@ SHAPES = {
 KINDS = tuple(SHAPES)
 MODELS = tuple(dict.fromkeys(model for shapes in SHAPES.values() for model in shapes))
 MEASURED = tuple(model for model in MODELS if not model.startswith("tiny"))
-CHUNK = 512  # positions of each sequence whose logits exist at a time
 EPSILON, ROPE_BASE = 1e-6, 5e5
 MESH = "devices that share a whole step; the batch is that of each. Several: each in turn"
 LEARNING_RATE, B2, WEIGHT_DECAY = 3e-4, 0.95, 0.1
@@ -156,6 +155,11 @@ def selected(args: argparse.Namespace) -> Iterable[tuple[str, str, str, int, Sha
                 devices,
                 shape._replace(batch=batch, layers=args.layers or shape.layers),
             )
+
+
+def chunk(batch: int) -> int:
+    """Positions of each of `batch` sequences whose logits exist at a time: 4,096 tokens, 1 GB for Llama-3."""
+    return max(1, 4096 // batch)
 
 
 def check_memory(shape: Shape, devices: int, available: int) -> None:

@@ -40,13 +40,13 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.language_models_shapes import (  # noqa: E402
     B2,
-    CHUNK,
     EPSILON,
     LEARNING_RATE,
     ROPE_BASE,
     WEIGHT_DECAY,
     Shape,
     check_memory,
+    chunk,
     parser,
     selected,
     with_kinds,
@@ -155,8 +155,9 @@ class LinearCrossEntropy(torch.autograd.Function):
         total, dx = torch.zeros((), device=x.device), torch.empty_like(x)
         dw = torch.zeros_like(weight, dtype=torch.float32)
         ctx.dtype, weight = weight.dtype, weight.to(x.dtype)
-        for start in range(0, x.shape[1], CHUNK):
-            part = slice(start, start + CHUNK)
+        positions = chunk(len(x))
+        for start in range(0, x.shape[1], positions):
+            part = slice(start, start + positions)
             rows = x[:, part].flatten(0, 1)
             loss, gradient = chunk_loss(rows @ weight.T, labels[:, part].flatten(), labels.numel())
             total += loss

@@ -33,6 +33,7 @@ from swjax.nnx import Linear
 from swjax.testing import assert_quantized
 from swjax.tools import plan
 from swjax.training import config as config_lib
+from swjax.training import setup
 from swjax.training.config import ConfigError
 from swjax.training.optimizer import split_frozen
 from swjax.training.state import restore
@@ -264,3 +265,10 @@ def test_learning_rates_fall_towards_the_input(micro, name):
         for key in path:
             factor = factor[key.key]
         np.testing.assert_allclose(ratio, np.broadcast_to(factor, ratio.shape), rtol=1e-5)
+
+
+def test_a_mesh_that_splits_rotated_features_is_one_line(micro):
+    config = adapted(micro, model__recipe="int8_hadamard", mesh__data=1, mesh__fsdp=2)
+    with pytest.raises(ConfigError, match=r"groups of 32, which config.mesh.fsdp=2 splits: set it"):
+        setup.check_config(config)
+    setup.check_config(adapted(micro, model__recipe="int8_hadamard"))

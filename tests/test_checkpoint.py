@@ -196,16 +196,22 @@ def test_checksums_are_those_of_any_mesh(dtype):
     assert len({checksums({"x": x})["x"] for x in [x, *placed]}) == 1
 
 
-def test_other_arrays_name_the_key_that_changed(tmp_path):
+@pytest.mark.parametrize(
+    "key, value, told",
+    [
+        ("train.ema_decay", "0.9", "0.0 -> 0.9"),
+        ("optimizer.eight_bit_moments", "True", "False -> True"),
+        ("optimizer.coefficients", "quintic", "'auto' -> 'quintic'"),
+    ],
+)
+def test_other_arrays_name_the_key_that_changed(tmp_path, key, value, told):
     save(tmp_path, 1)
     config = config_lib.load(f"{ROOT}/configs/openmoji.py")
     (tmp_path / "config.json").write_text(config_lib.to_json(config))
-    now = config_lib.load(f"{ROOT}/configs/openmoji.py", [("train.ema_decay", "0.9")])
+    now = config_lib.load(f"{ROOT}/configs/openmoji.py", [(key, value)])
     more = LIKE | {"ema": LIKE["params"]}
     with (
-        pytest.raises(
-            ConfigError, match="config.train.ema_decay: 0.0 -> 0.9: change the keys back"
-        ),
+        pytest.raises(ConfigError, match=f"config.{key}: {told}: change the keys back"),
         config_lib.blame_changes(tmp_path, now),
     ):
         Checkpoints(tmp_path, keep=0).restore(more)

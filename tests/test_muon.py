@@ -12,7 +12,15 @@ from flax import nnx, traverse_util
 from optax import contrib
 
 from benchmarks.studies import gram_matrices, minimax_polynomials
-from swjax.optax import muon, rms_by_path, stable_adamw, stacked_axes
+from swjax.optax import (
+    guess_matrices,
+    muon,
+    path_name,
+    rms_by_path,
+    stable_adamw,
+    stacked_axes,
+)
+from swjax.optax.matrices import MatrixAxes
 from swjax.optax.newton_schulz import (
     COEFFICIENTS,
     STEPS,
@@ -394,7 +402,7 @@ def test_matrices_are_guessed_from_names_and_metadata(capsys):
     updates, _ = optimizer.update(grads, optimizer.init(params), params)
     assert len(capsys.readouterr().out.splitlines()) == 1
     axes = stacked_axes(params)["layers"]
-    assert axes["attn"]["query"] == {"kernel": (0,), "bias": ()}
+    assert axes["attn"]["query"] == {"kernel": (0,), "bias": (0,)}
     assert axes["mlp"]["kernel"].get_value() == (1,)
     attn, of = grads["layers"]["attn"], updates["layers"]["attn"]
     stacks = {
@@ -422,6 +430,26 @@ def test_matrices_are_guessed_from_names_and_metadata(capsys):
     np.testing.assert_allclose(updates["layers"]["norm"]["scale"], want["norm"]["scale"])
     optimizer.update(grads, optimizer.init(params), params)
     assert capsys.readouterr().out == ""
+
+
+def test_a_stack_is_known_by_its_norm():
+    """The kernels of its attention have three axes, and are matrices; the gate of an MLP is one too."""
+    ones = lambda *shape: {"kernel": jnp.ones(shape)}
+    block = {"q_proj": ones(3, 8, 8), "out": ones(3, 8, 8), "norm": {"scale": jnp.ones((3, 8))}}
+    mlp = {"gate": ones(3, 8, 16), "up": ones(3, 8, 16), "scaled": jnp.ones((3, 8))}
+    params = {"layers": block | {"mlp": mlp}, "last": ones(8, 2), "norm": {"scale": jnp.ones(8)}}
+    guessed = dict(
+        zip(
+            map(path_name, dict(jax.tree_util.tree_leaves_with_path(params))),
+            guess_matrices(params),
+        )
+    )
+    stack = MatrixAxes((0,), (1,), (2,))
+    kernels = [f"layers/{name}/kernel" for name in ("q_proj", "out", "mlp/gate", "mlp/up")]
+    assert {name for name, axes in guessed.items() if axes} == {*kernels, "last/kernel"}
+    assert all(guessed[name] == stack for name in kernels)
+    axes = stacked_axes(params)
+    assert set(jax.tree.leaves(axes["layers"])) == {0} and axes["norm"] == {"scale": ()}
 
 
 def test_an_explicit_axis_of_one_device_changes_nothing():

@@ -168,6 +168,67 @@ def test_what_an_nnx_model_changes_in_itself_changes():
         swjax.quantized(lambda model, optimizer: None, "llm")(own, optimizer)
 
 
+def test_blocks_that_share_a_random_counter_draw_different_numbers():
+    """Each block had a copy of the counter, so all drew the numbers of the first."""
+
+    class Block(nnx.Module):
+        def __init__(self, rngs):
+            self.linear, self.rngs = nnx.Linear(WIDTH, WIDTH, rngs=rngs), rngs
+
+        def __call__(self, x):
+            return self.linear(x) + jax.random.normal(self.rngs.noise(), x.shape)
+
+    make = lambda: nnx.List([Block(rngs) for rngs in [nnx.Rngs(0)] for _ in range(2)])
+    converted, own = make(), make()
+    apply = lambda model, x: [block(x) for block in model]
+    for _ in range(2):
+        np.testing.assert_allclose(swjax.quantized(apply)(converted, X), apply(own, X), atol=0.1)
+
+
+def test_variables_that_a_function_adds_to_a_model_are_dropped_with_a_warning():
+    class Model(nnx.Module):
+        def __init__(self):
+            self.linear = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            self.hidden = nnx.Intermediate(self.linear(x))
+            return self.hidden[...]
+
+    with pytest.warns(UserWarning, match="drops variables .* here Intermediate: .* nnx.capture"):
+        swjax.quantized(lambda model, x: model(x))(Model(), X)
+
+
+class NNXState(nnx.Module):
+    """Linear attention, whose state of earlier tokens is in a cache."""
+
+    def __init__(self):
+        self.query = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
+        self.state = nnx.Cache(jnp.ones((WIDTH, WIDTH)))
+
+    def __call__(self, x):
+        return self.query(x) @ self.state[...]
+
+
+class LinenState(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        state = self.variable("cache", "state", jnp.ones, (WIDTH, WIDTH))
+        return nn.Dense(WIDTH, name="query")(x) @ state.value
+
+
+def test_a_cache_is_no_parameter():
+    """A product that read a cache before writing it was int8, as if the cache were a weight."""
+    linen = LinenState()
+    for apply, params in (
+        (NNXState.__call__, NNXState()),
+        (linen.apply, linen.init(jax.random.key(0), X)),
+    ):
+        report = swjax.quantized(apply, {".*": "switchback"}).report(params, X)
+        assert [product.reason for product in report] == ["", "both operands are activations"]
+        with pytest.raises(ValueError, match="'.*state' matches no parameter"):
+            swjax.quantized(apply, {".*state": "switchback"})(params, X)
+
+
 def test_a_linen_model_equals_its_interceptor():
     model = nn.Sequential([nn.Dense(32), nn.relu, nn.Dense(WIDTH)])
     variables = model.init(jax.random.key(0), X)
@@ -328,6 +389,7 @@ STAYS = {
     "inside custom_vjp_call": lambda w, x: custom(x, w),
     "mul changes the parameter first": lambda w, x: x @ (w * 2.0),
     "add changes the parameter first": lambda w, x: x @ (w + w @ w),
+    "an outer product, which sums nothing": lambda w, x: x + jnp.einsum("bt,d->btd", x[..., 0], w[0]),
     "a lookup": lambda w, x: x + w[jnp.argmax(x, -1)],
     "both operands are activations": lambda w, x: x @ x.swapaxes(1, 2),
     "already quantized": lambda w, x: swjax.switchback(x, w),

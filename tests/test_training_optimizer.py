@@ -11,6 +11,7 @@ from micro_run import assert_same_bits, final_state, paths, records, train
 
 from swjax.models import sharding
 from swjax.training import optimizer as optimizer_lib
+from swjax.training import setup
 from swjax.training.config import ConfigError
 from swjax.training.optimizer import combine, split_frozen
 from swjax.training.step import measure_scaling, rms
@@ -136,6 +137,14 @@ def test_moments_in_8_bits_are_sharded_like_parameters(micro, name, scaling):
         np.testing.assert_allclose(measured["stability/rms/blocks/kernel"], 1, rtol=0.1)
     codes = [x.sharding.spec for x in jax.tree.leaves(placed) if x.dtype == jnp.int8]
     assert codes == [jax.P(None, "fsdp", None)] * (1 if name == "muon" else 2)
+
+
+def test_muon_without_trained_matrices_is_one_line(micro):
+    config = micro(optimizer__name="muon", optimizer__freeze="/blocks/")
+    with pytest.raises(
+        ConfigError, match="config.optimizer: muon's matrices must name a parameter"
+    ):
+        setup.assemble(config, range(40))
 
 
 @pytest.mark.release

@@ -122,7 +122,7 @@ class _Program(NamedTuple):
     Attributes:
       jaxpr: of its arrays.
       values: the arrays, those of the parameters first.
-      parameters: their paths and arrays.
+      parameters: their paths and arrays; caches and statistics are none.
       changed: Flax variables of the arguments that the function changes, such as random counters.
       out: structure of the result, and of the values of `changed`.
     """
@@ -157,17 +157,20 @@ class _Program(NamedTuple):
 def _traced(fn: Callable, params: Any, args: tuple, kwargs: dict) -> _Program:
     """Traces ``fn(params, *args, **kwargs)``; arguments that are not arrays are static."""
     leaves, tree = jax.tree.flatten((params, args, kwargs), is_leaf=_is_frozen)
-    at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, _ARRAYS)]
+    arrays_at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, _ARRAYS)]
+    are_parameters = dict(enumerate(_are_parameters(params)))
+    at = sorted(arrays_at, key=lambda i: not are_parameters.get(i))  # stable: parameters first
     given, changed = _variables((params, args, kwargs)), list[Any]()
 
     def of_arrays(*arrays):
         whole = list(leaves)
         for i, array in zip(at, arrays):
             whole[i] = array
-        params, args, kwargs = jax.tree.unflatten(tree, whole)
+        params, args, kwargs = _sharing(given, jax.tree.unflatten(tree, whole))
         copies = _variables((params, args, kwargs))
         before = [copy.get_value() for copy in copies]
         result = fn(params, *args, **kwargs)
+        _warn_of_new(copies, _variables((params, args, kwargs)))
         after = [copy.get_value() for copy in copies]
         written = [i for i, value in enumerate(after) if value is not before[i]]
         changed[:] = [given[i] for i in written]
@@ -176,7 +179,8 @@ def _traced(fn: Callable, params: Any, args: tuple, kwargs: dict) -> _Program:
     values = [leaves[i] for i in at]
     like = [value.like if _is_frozen(value) else value for value in values]
     jaxpr, out = jax.make_jaxpr(of_arrays, return_shape=True)(*like)
-    parameters = [(path, leaf) for path, leaf in _named(params) if isinstance(leaf, _ARRAYS)]
+    named = _named(params)
+    parameters = [named[i] for i in at if are_parameters.get(i)]
     return _Program(jaxpr, values, parameters, changed, jax.tree.structure(out))
 
 
@@ -195,7 +199,49 @@ def _variables(tree: Any) -> list[Any]:
             "swjax.quantized needs a function that updates no parameters, got an nnx.Optimizer as an "
             "argument: convert the loss, and update the parameters outside of it"
         )
-    return [x for x in leaves if isinstance(x, nnx.Variable) and not isinstance(x, nnx.Param)]
+    return [leaf for leaf in leaves if _is_state(leaf)]
+
+
+def _is_state(node: Any) -> bool:
+    """Whether a node of a tree is a Flax NNX variable that is no parameter."""
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(node, nnx.Variable) and not isinstance(node, nnx.Param)
+
+
+def _sharing(given: list[Any], copied: Any) -> Any:
+    """A copied tree in which the copies of one variable of `given` are one, such as shared counters."""
+    nodes, structure = jax.tree.flatten(copied, is_leaf=_is_state)
+    originals, first = iter(given), dict[int, Any]()
+    return structure.unflatten(
+        first.setdefault(id(next(originals)), node) if _is_state(node) else node for node in nodes
+    )
+
+
+def _warn_of_new(known: list[Any], variables: list[Any]) -> None:
+    """Warns if a function added variables to its arguments, which are copies."""
+    ids = {id(variable) for variable in known}
+    new = [type(variable).__name__ for variable in variables if id(variable) not in ids]
+    if new:
+        warnings.warn(
+            f"swjax.quantized drops variables that its function adds to a model, here {new[0]}: read those "
+            "of Module.sow by nnx.capture",
+            stacklevel=2,
+        )
+
+
+def _are_parameters(params: Any) -> list[bool]:
+    """For each leaf of the first argument, whether it may be a weight: not in a cache or in statistics."""
+    nnx = sys.modules.get("flax.nnx")
+    kinds = (nnx.Cache, nnx.BatchStat, nnx.Intermediate) if nnx else ()
+    is_linen = isinstance(params, Mapping) and "params" in params  # collections of variables
+    flags = []
+    is_leaf = lambda node: isinstance(node, kinds) or _is_frozen(node)
+    for path, node in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_leaf):
+        is_weight = not isinstance(node, kinds)
+        if is_linen and path[0].key in ("cache", "batch_stats", "intermediates"):
+            is_weight = False
+        flags += [is_weight] * len(jax.tree.leaves(node, is_leaf=_is_frozen))
+    return flags
 
 
 def products_of(
@@ -258,8 +304,8 @@ def quantized(
     one operation at a time.
 
     Kept as they are and listed by `report`: functions with custom derivatives, kernels, layers that are
-    quantized already, convolutions, lookups, products of two activations, parameters that the program scales
-    or merges first, and the matrices of LoRA. Ragged products follow `swjax.ragged_switchback`. If `fn`
+    quantized already, convolutions, lookups, outer products, products of two activations, such as caches,
+    parameters that the program scales or merges first, and the matrices of LoRA. Ragged products follow `swjax.ragged_switchback`. If `fn`
     differentiates inside, its input gradients follow the recipe's forward product, and its weight gradients
     are products of two activations.
 

@@ -220,7 +220,9 @@ class Planner:
             return Choice(None, "one operand is a constant, or both are parameters")
         if opaque or origin.changed:
             return Choice(None, opaque or f"{origin.changed} changes the parameter first")
-        choice, (ragged, groups, _) = self.choices[origin.paths[0]], _dimensions(eqn)
+        choice, (ragged, groups, numbers) = self.choices[origin.paths[0]], _dimensions(eqn)
+        if math.prod(lhs.shape[axis] for axis in numbers[0][0]) == 1:
+            return Choice(None, "an outer product, which sums nothing")
         if choice.automatic and ragged and ragged.lhs_ragged_dimensions:
             rows, count = lhs.shape[ragged.lhs_ragged_dimensions[0]], rhs.shape[groups[0]]
             if few_rows := auto.few_rows(rows, count, origin.dtype.itemsize):

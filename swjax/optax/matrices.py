@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from swjax.kept import kept_kind
+from swjax.kept import kept_kind_among
 from swjax.optax.tensors import path_name
 
 # Names that Flax's metadata gives the axes of stacks.
@@ -63,8 +63,9 @@ def guess_matrices(params: Any) -> list[MatrixAxes | None]:
     """The axes of each parameter; None for one that is no matrix of a hidden layer.
 
     Vectors, biases, norms, embeddings, heads and routers are none, see `swjax.KEPT_IN_LLMS`. The axes of a
-    stack are those that Flax's metadata calls "layers" or "experts"; without metadata it is the axis before
-    the matrix. Attention's kernels of three axes are matrices [width, heads * head], by their names in Flax,
+    stack are those that Flax's metadata calls "layers" or "experts"; without metadata they are the first axes
+    of a module in which a norm's scale has them and all parameters begin with them, else the axis before the
+    matrix. Attention's kernels of three axes are matrices [width, heads * head], by their names in Flax,
     MaxText, Gemma and tunix. Prints once what is guessed of kernels with more than two axes.
 
     Args:
@@ -76,13 +77,15 @@ def guess_matrices(params: Any) -> list[MatrixAxes | None]:
     """
     found: list[MatrixAxes | None] = []
     guesses: dict[str, None] = {}  # an ordered set
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=_has_names):
+    named = jax.tree_util.tree_leaves_with_path(params, is_leaf=_has_names)
+    names = [path_name(path) for path, _ in named]
+    for name, (_, leaf), stack in zip(names, named, _stacks(named)):
         arrays = jax.tree.leaves(leaf)
         if len(arrays) != 1:
             found += [None] * len(arrays)
             continue
-        name, shape = path_name(path), arrays[0].shape
-        axes = _axes_of(name, shape, _names(leaf))
+        shape = arrays[0].shape
+        axes = None if kept_kind_among(name, names) else _axes_of(name, shape, stack)
         found.append(axes)
         if axes is not None and len(shape) > 2:
             *blocks, m, n = jax.eval_shape(axes.as_stack, arrays[0]).shape
@@ -96,7 +99,7 @@ def guess_matrices(params: Any) -> list[MatrixAxes | None]:
 def stacked_axes(params: Any) -> Any:
     """The axes of each parameter that enumerate the tensors of a stack, for `block_axes` of an optimizer.
 
-    They are those that Flax's metadata names, and those before a matrix that `guess_matrices` finds.
+    They are those that Flax's metadata names, and those that `guess_matrices` finds.
 
     Args:
       params: see `guess_matrices`.
@@ -108,15 +111,41 @@ def stacked_axes(params: Any) -> Any:
     swjax guesses matrices: mlp/kernel (2, 4, 5) is 2 of 4 x 5
     {'mlp': {'kernel': (0,)}, 'norm': ()}
     """
-    leaves, structure = jax.tree.flatten(params, is_leaf=_has_names)
+    named, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=_has_names)
     guesses, axes = iter(guess_matrices(params)), []
-    for leaf in leaves:
-        arrays, names = jax.tree.leaves(leaf), _names(leaf)
+    for (_, leaf), blocks in zip(named, _stacks(named)):
+        arrays = jax.tree.leaves(leaf)
         guessed = [next(guesses) for _ in arrays]
-        named = tuple(i for i, axis in enumerate(names) if axis in _STACKS)
-        blocks = named or (guessed[0].blocks if len(guessed) == 1 and guessed[0] else ())
+        blocks = blocks or (guessed[0].blocks if len(guessed) == 1 and guessed[0] else ())
         axes.append(jax.tree.unflatten(jax.tree.structure(leaf), [blocks] * len(arrays)))
     return jax.tree.unflatten(structure, axes)
+
+
+def _stacks(named: Sequence[tuple[tuple[Any, ...], Any]]) -> list[tuple[int, ...]]:
+    """The axes of each leaf that enumerate layers, if metadata or a stacked norm tell them, otherwise ().
+
+    A norm's scale with more than one axis is stacked, and with it the module that holds the norm, if all of
+    the module's parameters begin with the same axes.
+    """
+    unnamed = ((path, jax.tree.leaves(leaf)) for path, leaf in named if not _names(leaf))
+    shapes = {path: arrays[0].shape for path, arrays in unnamed if len(arrays) == 1}
+    within = lambda path, module: path[: len(module)] == module
+    modules = {
+        path[:-2]: shape[:-1]
+        for path, shape in shapes.items()
+        if len(shape) > 1 and path_name(path[-1:]) == "scale"
+    }
+    stacked = {
+        module: axes
+        for module, axes in modules.items()
+        if all(shape[: len(axes)] == axes for path, shape in shapes.items() if within(path, module))
+    }
+    found = []
+    for path, leaf in named:
+        of_modules = (len(axes) for module, axes in stacked.items() if within(path, module))
+        axes = tuple(range(max(of_modules, default=0))) if path in shapes else ()
+        found.append(tuple(i for i, axis in enumerate(_names(leaf)) if axis in _STACKS) or axes)
+    return found
 
 
 def _has_names(leaf: Any) -> bool:
@@ -131,13 +160,10 @@ def _names(leaf: Any) -> Sequence[Any]:
     return getattr(leaf, "names", ())
 
 
-def _axes_of(name: str, shape: tuple[int, ...], names: Sequence[Any]) -> MatrixAxes | None:
+def _axes_of(name: str, shape: tuple[int, ...], blocks: tuple[int, ...]) -> MatrixAxes | None:
     ndim = len(shape)
-    if ndim < 2 or kept_kind(name) or re.fullmatch(r"(.*/)?(bias|scale)", name):
+    if ndim < 2 or re.fullmatch(r"(.*/)?(bias|scale)", name):
         return None
-    blocks = (
-        tuple(i for i, axis in enumerate(names) if axis in _STACKS) if len(names) == ndim else ()
-    )
     rest = [axis for axis in range(ndim) if axis not in blocks]
     known = [kinds for end, kinds in _FAMILIES.items() if re.search(rf"(^|/){end}$", name)]
     kinds = known[0] if known and len(rest) >= len(known[0]) else "rc"

@@ -479,7 +479,8 @@ def differences(old: dict, new: dict, prefix: str = "") -> list[str]:
 # These keys determine which arrays the state of a run has. A run can resume after any other change.
 SHAPING = ("model.", "data.image_size:", "data.context_length:", "optimizer.name:",
            "optimizer.grad_clip_norm:", "optimizer.loss_scaling:", "optimizer.freeze:",
-           "optimizer.layer_decay:", "optimizer.lora.", "train.loss:", "train.ema_decay:")  # fmt: skip
+           "optimizer.layer_decay:", "optimizer.lora.", "optimizer.eight_bit_moments:",
+           "optimizer.coefficients:", "train.loss:", "train.ema_decay:")  # fmt: skip
 
 
 @contextlib.contextmanager

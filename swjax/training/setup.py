@@ -120,7 +120,27 @@ def check_config(config: ConfigDict) -> tuple[jax.sharding.Mesh, clip.CLIPConfig
     Raises:
       ConfigError: a value is out of range, or does not fit the other values or the devices.
     """
-    return _mesh_of(config), model_config(config)
+    mesh, model = _mesh_of(config), model_config(config)
+    if model.lora is not None:
+        _require_whole_rotations(mesh, model)
+    return mesh, model
+
+
+def _require_whole_rotations(mesh: jax.sharding.Mesh, model: clip.CLIPConfig) -> None:
+    """Raises a ConfigError if the mesh splits groups of features that quantized kernels rotate."""
+    for tower in (model.vision, model.text):
+        width, hidden = tower.width, tower.mlp_width
+        for k, axis in ((width, "fsdp"), (width, "tensor"), (hidden, "tensor")):
+            shards = mesh.shape[axis] if k % mesh.shape[axis] == 0 else 1
+            whole, fitting = (
+                recipes.get(model.recipe).rotating(n, n).fwd for n in (k, k // shards)
+            )
+            if whole != fitting:
+                raise ConfigError(
+                    f"config.optimizer.lora quantizes kernels whose {k} features {model.recipe} rotates in "
+                    f"groups of {whole.lhs.rotation}, which config.mesh.{axis}={shards} splits: set it to 1, "
+                    "or change config.model.recipe"
+                )
 
 
 def check_command(config: ConfigDict) -> None:
@@ -341,7 +361,9 @@ def make_init(
             lora.adapt(adapted, cfg.lora, nnx.Rngs(config.train.seed))
             params = nnx.to_pure_dict(nnx.state(adapted))
         trainable, _ = split_frozen(params, config.optimizer.freeze)
-        state = {"params": params, "opt_state": optimizer.init(trainable), "step": jnp.int32(0)}
+        with blame("optimizer"):  # muon, if all of its matrices are frozen
+            opt_state = optimizer.init(trainable)
+        state = {"params": params, "opt_state": opt_state, "step": jnp.int32(0)}
         return state | ({"ema": params} if config.train.ema_decay else {})
 
     return Init(params, state), nnx.graphdef(nnx.eval_shape(lambda: model(cfg)))
