@@ -419,7 +419,7 @@ def test_files_that_are_not_there_or_not_whole(tmp_path):
     with pytest.raises(FileNotFoundError, match="absent does not exist: give a file of weights"):
         interop.load(tmp_path / "absent")
     (tmp_path / "notes.txt").touch()
-    with pytest.raises(FileNotFoundError, match="holds neither .* , only notes.txt: give the"):
+    with pytest.raises(FileNotFoundError, match="holds neither .*, only notes.txt: give the"):
         interop.load(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"pickle")
     with pytest.raises(ValueError, match="pytorch_model.bin is not .* of torch.save, or is incom"):

@@ -198,6 +198,14 @@ def test_variables_that_a_function_adds_to_a_model_are_dropped_with_a_warning():
         swjax.quantized(lambda model, x: model(x))(Model(), X)
 
 
+def test_an_array_named_value_keeps_its_name():
+    """Its path lacked the name, as that of Flax's variables does, so no rule reached it."""
+    params = {"attention": {name: draw(WIDTH, WIDTH) for name in ("query", "key", "value")}}
+    apply = lambda params, x: [x @ w for w in params["attention"].values()]
+    int8 = swjax.quantized(apply, {"attention/.*": "switchback"})
+    assert {*converted(int8.report(params, X))} == {f"attention/{n}" for n in params["attention"]}
+
+
 class NNXState(nnx.Module):
     """Linear attention, whose state of earlier tokens is in a cache."""
 
@@ -389,7 +397,9 @@ STAYS = {
     "inside custom_vjp_call": lambda w, x: custom(x, w),
     "mul changes the parameter first": lambda w, x: x @ (w * 2.0),
     "add changes the parameter first": lambda w, x: x @ (w + w @ w),
-    "an outer product, which sums nothing": lambda w, x: x + jnp.einsum("bt,d->btd", x[..., 0], w[0]),
+    "an outer product, which sums nothing": lambda w, x: (
+        x + jnp.einsum("bt,d->btd", x[..., 0], w[0])
+    ),
     "a lookup": lambda w, x: x + w[jnp.argmax(x, -1)],
     "both operands are activations": lambda w, x: x @ x.swapaxes(1, 2),
     "already quantized": lambda w, x: swjax.switchback(x, w),

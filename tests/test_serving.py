@@ -230,6 +230,15 @@ def test_prequantized_kernels_are_described():
     assert summary == "1 of 2 matrices converted, 128 of 160 elements (80%)"
 
 
+def test_a_report_of_a_prequantized_model_has_its_recipe():
+    """The recipe was unknown, and so no input gradient was listed in 8 bits."""
+    model = nnx.Sequential(nnx.Linear(16, 8, rngs=nnx.Rngs(0)))
+    swjax.nnx.quantize_model(model, {".*": "switchback"})
+    report = swjax.nnx.describe_model(serving.prequantize(model), jnp.ones((4, 16)))
+    assert [product.recipe and product.recipe.name for product in report] == ["switchback"]
+    assert (report.share, report.input_gradient_share) == (1, 1)
+
+
 def test_a_model_is_prequantized_once():
     model = serving.prequantize(nnx.Dict(fc=swjax.nnx.Linear(16, 16, rngs=nnx.Rngs(0))))
     with pytest.raises(ValueError, match="got none with float weights: choose their recipes"):

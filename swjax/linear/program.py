@@ -101,8 +101,8 @@ class Quantized:
                 f"freeze needs a parameter that matches {only!r} and that one kind of product with a recipe "
                 f"reads, got {sorted(named)}: print the report"
             )
-        put = lambda path, leaf: frozen.get(_name(path), leaf)
-        return jax.tree_util.tree_map_with_path(put, params, is_leaf=_is_frozen)
+        structure = jax.tree.structure(params, is_leaf=_is_frozen)
+        return structure.unflatten(frozen.get(path, leaf) for path, leaf in _named(params))
 
     def _planned(self, params, args, kwargs, groups=False, freezing=None):
         program = _traced(self.fn, params, args, kwargs)
@@ -305,9 +305,9 @@ def quantized(
 
     Kept as they are and listed by `report`: functions with custom derivatives, kernels, layers that are
     quantized already, convolutions, lookups, outer products, products of two activations, such as caches,
-    parameters that the program scales or merges first, and the matrices of LoRA. Ragged products follow `swjax.ragged_switchback`. If `fn`
-    differentiates inside, its input gradients follow the recipe's forward product, and its weight gradients
-    are products of two activations.
+    parameters that the program scales or merges first, and the matrices of LoRA. Ragged products follow
+    `swjax.ragged_switchback`. If `fn` differentiates inside, its input gradients follow the recipe's forward
+    product, and its weight gradients are products of two activations.
 
     Args:
       fn: a function of parameters and further arguments, such as a loss or an `apply`; or of an NNX model or
@@ -359,20 +359,21 @@ def quantized(
     return Quantized(fn, rules, implementation, _specs(sharded_like, tokens), tokens)
 
 
-def _named(params: Any) -> list[tuple[str, Any]]:
-    """The path and the leaf of each parameter; that of a Flax variable has no "value" at its end."""
-
-    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_frozen)
-    return [(_name(path), leaf) for path, leaf in leaves]
-
-
 def _is_frozen(leaf: Any) -> bool:
     return isinstance(leaf, FrozenWeight)
 
 
-def _name(path: Any) -> str:
-    name = jax.tree_util.keystr(path, simple=True, separator="/")
-    return name.removesuffix("/raw_value").removesuffix("/value")
+def _named(tree: Any, is_leaf: Callable[[Any], bool] = _is_frozen) -> list[tuple[str, Any]]:
+    """The path and the leaf of each parameter; Flax's variables and boxes add no key to paths."""
+    names = {"flax.nnx": "Variable", "flax.core.meta": "AxisMetadata"}
+    holders = tuple(getattr(sys.modules[m], n) for m, n in names.items() if m in sys.modules)
+    stops = lambda node: is_leaf(node) or isinstance(node, holders)
+    named = []
+    for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=stops):
+        for below, leaf in jax.tree_util.tree_leaves_with_path(node, is_leaf=is_leaf):
+            keys = (*path, *below[1:])
+            named.append((jax.tree_util.keystr(keys, simple=True, separator="/"), leaf))
+    return named
 
 
 def _specs(tree: Any, tokens: P) -> dict[str, P]:
@@ -380,8 +381,7 @@ def _specs(tree: Any, tokens: P) -> dict[str, P]:
 
     Arrays count only on meshes with an axis of `tokens`, which otherwise does not say how tokens are sharded.
     """
-    is_leaf = lambda node: _metadata(node) is not None
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
+    leaves = _named(tree, lambda node: _metadata(node) is not None)
     axes = {
         axis for entry in tokens for axis in ((entry,) if isinstance(entry, str) else entry or ())
     }
@@ -392,7 +392,7 @@ def _specs(tree: Any, tokens: P) -> dict[str, P]:
             mesh = getattr(getattr(leaf, "sharding", leaf), "mesh", None)
             spec = spec if mesh is None or axes & {*mesh.axis_names} else None
         if spec is not None:
-            specs[_name(path)] = spec
+            specs[path] = spec
     return specs
 
 
