@@ -99,6 +99,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="steps of the first timed run, a third of the second's; 200 in all with --losses",
     )
     parser.add_argument("--losses", action="store_true", help="records loss curves instead")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="of --losses")
     parser.add_argument(
         "--at_once",
         type=int,
@@ -124,7 +125,7 @@ def cases(args) -> list[dict]:
     """Returns the cases to run; one device has no layout."""
     shared = {"steps": args.steps, "smoke": args.smoke}
     if args.losses:
-        kinds = [{"losses": True}]
+        kinds = [{"losses": True} | ({"seed": seed} if seed else {}) for seed in args.seeds]
     else:
         optimizers = [{} if x == DEFAULT_OPTIMIZER else {"optimizer": x} for x in args.optimizers]
         kinds = [{"model": model} | each for model in args.models for each in optimizers]

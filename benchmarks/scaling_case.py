@@ -170,6 +170,7 @@ def losses(case: dict) -> dict:
 
     changes = {"data.name": "synthetic", "model.recipe": case["recipe"], "model.dtype": "float32"}
     changes |= {"train.steps": case["steps"], "train.batch_size": 64, "schedule.warmup_steps": 20}
+    changes |= {"train.seed": case.get("seed", 0)}
     changes |= {
         "optimizer.learning_rate": 3e-4
     }  # at higher rates losses are those of chance, and equal

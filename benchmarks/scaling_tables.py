@@ -53,16 +53,17 @@ def efficiency(rows: list[dict], row: dict) -> float | None:
 
 
 def differences(rows: list[dict]):
-    """Returns relative differences of loss curves from the first curve of one device, for each recipe."""
+    """Returns relative differences of loss curves from the first curve of one device, by recipe and seed."""
     rows = [row for row in rows if "loss" in row]
-    alone: dict[str, list] = {}
+    start = lambda case: (case["recipe"], case.get("seed", 0))
+    alone: dict[tuple, list] = {}
     for case, loss in ((row["case"], row["loss"]) for row in rows):
         if case["devices"] == 1:
-            alone.setdefault(case["recipe"], loss)
+            alone.setdefault(start(case), loss)
     for case, loss in ((row["case"], row["loss"]) for row in rows):
-        if alone.get(case["recipe"]) in (None, loss):
+        if alone.get(start(case)) in (None, loss):
             continue
-        far = [abs(a - b) / abs(b) for a, b in zip(loss, alone[case["recipe"]], strict=True)]
+        far = [abs(a - b) / abs(b) for a, b in zip(loss, alone[start(case)], strict=True)]
         until = [n for n in (1, 10, 50, 100) if n < len(far)] + [len(far)]
         parts = ", ".join(f"{max(far[:n]):.1e} in {n} steps" for n in until)
         yield f"{case['recipe']} on {place(case)} and on 1 device differ by at most {parts}"

@@ -632,9 +632,11 @@ def _recipe_of(path: str, modules: dict[str, nnx.Module]) -> tuple[Recipe | None
         return None, kept.reason(kind) if kind else UNMATCHED
     kernel = getattr(module, "kernel", None)
     falls_back = product.layout is None and kernel is not None and _spec(kernel) is not None
-    if isinstance(module, nnx.Linear | nnx.LinearGeneral | nnx.Einsum):
-        if not type(module).__call__.__module__.startswith(("flax.", "swjax.")):
-            return product.recipe, MAY_IGNORE
+    code = (vars(kind).get("__call__") for kind in type(module).__mro__)
+    if not getattr(next(filter(None, code), None), "__module__", "").startswith(
+        ("flax.", "swjax.")
+    ):
+        return product.recipe, MAY_IGNORE
     return product.recipe, NO_LAYOUT if falls_back else ""
 
 

@@ -95,15 +95,22 @@ def test_a_layer_that_ignores_its_recipe_is_not_reported_as_int8():
         def __call__(self, x):
             return x @ self.kernel[...]
 
-    model = nnx.Sequential(Ignoring(8, 8, rngs=nnx.Rngs(0)))
-    swjax.nnx.quantize_model(model, {".*": "switchback"})
-    (matrix,) = swjax.nnx.describe_model(model)
-    assert matrix.reason == "unless its own code ignores dot_general"
-    (product,) = swjax.nnx.describe_model(model, X)
-    assert (product.quantized, product.reason) == (
-        False,
-        "code of its own; swjax.quantized reaches it",
-    )
+    class OfTheModel(nnx.Module):  # not a layer of Flax
+        __call__ = Ignoring.__call__
+
+        def __init__(self):
+            self.kernel, self.dot_general = nnx.Param(jnp.ones((8, 8))), jax.lax.dot_general
+
+    for layer in (Ignoring(8, 8, rngs=nnx.Rngs(0)), OfTheModel()):
+        model = nnx.Sequential(layer)
+        swjax.nnx.quantize_model(model, {".*": "switchback"})
+        (matrix,) = swjax.nnx.describe_model(model)
+        assert matrix.reason == "unless its own code ignores dot_general"
+        (product,) = swjax.nnx.describe_model(model, X)
+        assert (product.quantized, product.reason) == (
+            False,
+            "code of its own; swjax.quantized reaches it",
+        )
 
     class Own(nn.Dense):
         @nn.compact

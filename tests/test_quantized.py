@@ -18,6 +18,7 @@ import swjax
 import swjax.linen
 import swjax.nnx
 import swjax.testing
+from swjax.checkpoint_policies import finish_gradients
 from swjax.linear import program_run, rules
 from swjax.recipes import RECIPES
 from swjax.testing import assert_quantized
@@ -420,6 +421,42 @@ def test_what_stays_is_listed_and_computed_as_before(reason):
     np.testing.assert_array_equal(jax.jit(int8)(w, X), jax.jit(fn)(w, X))
     with pytest.warns(UserWarning, match="quantize nothing"):
         int8(w, X)
+
+
+def blocks_in_order(params, x):
+    """Each block holds back the gradients of the next one, as on several GPUs."""
+    ws = list(params)
+    for i, _ in enumerate(ws):
+        if i + 1 < len(ws):
+            ws[i + 1], x = finish_gradients(ws[i + 1], x)
+        x = jnp.tanh(x @ ws[i])
+    return x
+
+
+def test_parameters_that_a_function_with_its_own_gradient_returns_are_followed():
+    """With `finish_gradients` only the first block was int8, without a warning."""
+    params = [draw(WIDTH, WIDTH) for _ in range(3)]
+    assert len(converted(swjax.quantized(blocks_in_order, "llm").report(params, X))) == 3
+    assert max(differences(blocks_in_order, params, X)) < 0.05
+    doubled = jax.custom_vjp(lambda w: w)
+    doubled.defvjp(lambda w: (w, None), lambda _, g: (2 * g,))
+    plain = lambda w, x: jnp.sum(jnp.tanh(x @ w))
+    apply = lambda w, x: plain(doubled(w), x)
+    gradient = lambda fn: jax.grad(swjax.quantized(fn, "llm"))(params[0], X)
+    np.testing.assert_allclose(gradient(apply), 2 * gradient(plain), rtol=1e-5)
+    int8 = swjax.quantized(blocks_in_order, "llm")
+    np.testing.assert_array_equal(int8(int8.freeze(params, X), X), int8(params, X))
+
+
+def test_rules_that_reach_less_than_half_warn():
+    params = [draw(WIDTH, WIDTH) for _ in range(3)]
+    apply = lambda ws, x: custom(custom(x @ ws[0], ws[1]), ws[2])
+    message = "less than half of what they name; '1' stays, because: inside custom_vjp_call"
+    with pytest.warns(UserWarning, match=message):
+        swjax.quantized(apply, {".*": "switchback"})(params, X)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        swjax.quantized(apply, {"0": "switchback"})(params, X)
 
 
 def test_layers_of_this_library_stay_and_their_lora_too():

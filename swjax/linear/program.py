@@ -101,7 +101,7 @@ class Quantized:
                 f"freeze needs a parameter that matches {only!r} and that one kind of product with a recipe "
                 f"reads, got {sorted(named)}: print the report"
             )
-        structure = jax.tree.structure(params, is_leaf=_is_frozen)
+        structure: jax.tree_util.PyTreeDef = jax.tree.structure(params, is_leaf=_is_frozen)
         return structure.unflatten(frozen.get(path, leaf) for path, leaf in _named(params))
 
     def _planned(self, params, args, kwargs, groups=False, freezing=None):
@@ -210,6 +210,7 @@ def _is_state(node: Any) -> bool:
 
 def _sharing(given: list[Any], copied: Any) -> Any:
     """A copied tree in which the copies of one variable of `given` are one, such as shared counters."""
+    structure: jax.tree_util.PyTreeDef
     nodes, structure = jax.tree.flatten(copied, is_leaf=_is_state)
     originals, first = iter(given), dict[int, Any]()
     return structure.unflatten(
@@ -438,15 +439,21 @@ def _llm_choice(path: str, paths: Sequence[str]) -> Choice:
 
 
 def _warn(planner: Planner) -> None:
-    """Warns if no product follows a recipe, or only those of routers, embeddings and heads."""
+    """Warns if the rules reach less than half of what they name, or only routers, embeddings and heads."""
     report = "print the report of swjax.quantized"
-    paths = [product.path for product in planner.products if product.recipe]
-    warn_if_only_kept(paths, report)
-    if paths:
+    converted = [product for product in planner.products if product.recipe]
+    warn_if_only_kept([product.path for product in converted], report)
+    named = lambda p: any(planner.choices[path].recipe for path in p.path.split(" + ") if path)
+    missed = [p for p in planner.products if _OUT_OF_REACH.search(p.reason) and named(p)]
+    if converted and sum(p.flops for p in missed) <= sum(p.flops for p in converted):
         return
-    message = "rules quantize nothing, no product has a parameter of the first argument"
-    for product in planner.products:
+    much = "less than half of what they name" if converted else "nothing"
+    message = f"rules quantize {much}, no product has a parameter of the first argument"
+    for product in missed if converted else planner.products:
         if product.path:
-            message = f"rules quantize nothing; {product.path!r} stays, because: {product.reason}"
+            message = f"rules quantize {much}; {product.path!r} stays, because: {product.reason}"
             break
     warnings.warn(f"{message}; {report}", stacklevel=3)
+
+
+_OUT_OF_REACH = re.compile("^inside | changes the parameter first$")

@@ -26,12 +26,14 @@ from swjax.linear.program_run import (
     Plan,
     Step,
     as_it_is,
+    hand_on,
     inline,
     move,
     multiplied_by_one,
     multiply,
     multiply_ragged,
     picked_axis,
+    returned_operands,
     run,
 )
 from swjax.recipes import QUANTIZED_DTYPES, Recipe
@@ -143,6 +145,8 @@ class Planner:
             return self._call(eqn, found, repeats, opaque)
         if (factor := multiplied_by_one(eqn)) is not None and found[factor]:
             return Step(move, eqn), [found[factor]]
+        if (sources := returned_operands(eqn)) is not None and any(found):
+            return Step(hand_on, eqn), [found[i] for i in sources]
         # An `optimization_barrier` has one result for each operand.
         moved = found[:count] if name in RESHARDS else found[:1] * count
         moves = name in CASTS | RESHARDS | GATHERS | MOVES

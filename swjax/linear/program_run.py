@@ -71,7 +71,7 @@ class Plan(NamedTuple):
     @property
     def changes(self) -> bool:
         """Whether a step differs from its equation."""
-        return any(step.execute not in (as_it_is, move) for step in self.steps)
+        return any(step.execute not in (as_it_is, move, hand_on) for step in self.steps)
 
     def grouped(self, known: "dict[tuple, Callable]") -> "Plan":
         """The plan with equations that run as they are in groups; JAX traces those of equal layers once.
@@ -223,6 +223,24 @@ def move(step: Step, values: Arrays, stored: Arrays) -> tuple[Arrays, Arrays]:
     if name in GATHERS or stored[0] is values[0]:
         return outs, []
     return outs, _bind(step.eqn, [stored[0], *values[1:]])
+
+
+def returned_operands(eqn: Any) -> list[int] | None:
+    """Which operand each result of a function with its own derivative is; None if it computes anything."""
+    if eqn.primitive.name not in ("custom_vjp_call", "custom_jvp_call"):
+        return None
+    jaxpr = eqn.params["call_jaxpr"].jaxpr
+    if jaxpr.eqns or any(atom not in jaxpr.invars for atom in jaxpr.outvars):
+        return None
+    return [jaxpr.invars.index(var) for var in jaxpr.outvars]
+
+
+def hand_on(step: Step, values: Arrays, stored: Arrays) -> tuple[Arrays, Arrays]:
+    """Executes a function that returns parameters, and may change their gradients."""
+    frozen = [isinstance(value, FrozenWeight) for value in values]  # these have none
+    arrays = [jnp.zeros(v.shape, v.dtype) if f else v for v, f in zip(values, frozen)]
+    outs, sources = _bind(step.eqn, arrays), returned_operands(step.eqn) or []
+    return [values[i] if frozen[i] else out for i, out in zip(sources, outs)], []
 
 
 def multiplied_by_one(eqn: Any) -> int | None:

@@ -128,6 +128,7 @@ def check_config(config: ConfigDict) -> tuple[jax.sharding.Mesh, clip.CLIPConfig
 
 def _require_whole_rotations(mesh: jax.sharding.Mesh, model: clip.CLIPConfig) -> None:
     """Raises a ConfigError if the mesh splits groups of features that quantized kernels rotate."""
+    assert isinstance(model.recipe, str), "config.model.recipe is one name"
     for tower in (model.vision, model.text):
         width, hidden = tower.width, tower.mlp_width
         for k, axis in ((width, "fsdp"), (width, "tensor"), (hidden, "tensor")):
@@ -135,7 +136,7 @@ def _require_whole_rotations(mesh: jax.sharding.Mesh, model: clip.CLIPConfig) ->
             whole, fitting = (
                 recipes.get(model.recipe).rotating(n, n).fwd for n in (k, k // shards)
             )
-            if whole != fitting:
+            if whole is not None and whole != fitting:
                 raise ConfigError(
                     f"config.optimizer.lora quantizes kernels whose {k} features {model.recipe} rotates in "
                     f"groups of {whole.lhs.rotation}, which config.mesh.{axis}={shards} splits: set it to 1, "

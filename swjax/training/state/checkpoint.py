@@ -271,7 +271,8 @@ class Checkpoints:
         except (OSError, ValueError) as error:  # TensorStore raises ValueErrors
             if isinstance(error.__cause__, jax.errors.JaxRuntimeError):
                 raise error.__cause__ from error  # a process ended: `distributed.blame_peers`
-            steps = self._manager.all_steps(read=True)  # Orbax unlists a step, then deletes it
+            self._manager.reload()  # Orbax unlists a step, then deletes it
+            steps = self._manager.all_steps()
             kept = f"step {max(steps)} is saved" if steps else "none is saved yet"
             raise RunError(
                 f"a checkpoint could not be written in {self.directory}, {kept}: {_reason(error)}; "
