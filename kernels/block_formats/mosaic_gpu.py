@@ -70,16 +70,14 @@ class BlockProductSpec:
 class BlockProductWork(TiledWork):
     """The `pipeline.Work` of one block of threads.
 
-    The tensor cores sum the products of one step. A thread multiplies these sums by both scales, and adds
-    them to its totals. `a_scale` and `b_scale` are rings in shared memory.
+    The tensor cores sum the products of one step. A thread multiplies these sums by both scales, which
+    `scratch.vectors` holds, and adds them to its totals.
     """
 
     spec: BlockProductSpec
     inputs: BlockProductRefs
     out: Ref
     scratch: Scratch
-    a_scale: Ref
-    b_scale: Ref
     block: jax.Array
 
     @property
@@ -98,10 +96,8 @@ class BlockProductWork(TiledWork):
 
         def load_step(step, slot, full):
             self.copy_operands(inputs.a, inputs.b, (row, column), step, slot, full)
-            for scale, along, ring in (
-                (inputs.a_scale, rows, self.a_scale),
-                (inputs.b_scale, columns, self.b_scale),
-            ):
+            scales = (inputs.a_scale, rows), (inputs.b_scale, columns)
+            for (scale, along), ring in zip(scales, self.scratch.vectors):
                 plgpu.copy_gmem_to_smem(scale.at[step, along], ring.at[slot], full)
 
         return load_step
@@ -110,12 +106,13 @@ class BlockProductWork(TiledWork):
         shape = HALF, self.columns
         _, column = self.corner(unit)
         square = lax.rem(column // BLOCK, ALIGNED)  # in a slot
+        a_ring, b_ring = self.scratch.vectors
 
         def scales(slot):
-            a_scale = pipeline.load_registers(self.a_scale.at[slot], pl.ds(half * HALF, HALF))
+            a_scale = pipeline.load_registers(a_ring.at[slot], pl.ds(half * HALF, HALF))
             if self.spec.squares:
-                return a_scale * self.b_scale[slot, square], None
-            return a_scale, pipeline.load_registers(self.b_scale.at[slot], pl.ds(0, self.columns))
+                return a_scale * b_ring[slot, square], None
+            return a_scale, pipeline.load_registers(b_ring.at[slot], pl.ds(0, self.columns))
 
         def add(scales, sums, total):
             of_rows, of_columns = scales
@@ -123,8 +120,8 @@ class BlockProductWork(TiledWork):
                 sums = sums * lax.broadcast_in_dim(of_columns, shape, (1,))
             return total + sums * lax.broadcast_in_dim(of_rows, shape, (0,))
 
-        nothing = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
-        return sum_steps(0, self.spec.steps, fold=Fold(scales, add, nothing, self.spec.tile.chunk))
+        fold = Fold(scales, add, pipeline.zeros(shape), self.spec.tile.chunk)
+        return sum_steps(0, self.spec.steps, fold=fold)
 
     def store(self, unit: jax.Array, total: jax.Array, half: jax.Array) -> None:
         _, column = self.corner(unit)
@@ -172,13 +169,8 @@ def block_matmul(
         bias=bias is not None,
     )
 
-    def block_matmul_kernel(*refs):
-        *inputs, out = refs[: len(BlockProductRefs._fields) + 1]
-        *buffers, a_scale, b_scale = refs[len(BlockProductRefs._fields) + 1 :]
-        scratch, block = Scratch(*buffers), lax.axis_index("block")
-        operands = BlockProductRefs(*inputs)
-        work = BlockProductWork(spec, operands, out, scratch, a_scale, b_scale, block)
-        pipeline.run(work, scratch)
+    def block_matmul_kernel(inputs, out, scratch):
+        pipeline.run(BlockProductWork(spec, inputs, out, scratch, lax.axis_index("block")), scratch)
 
     y = pipeline.launch(
         block_matmul_kernel,
@@ -190,7 +182,7 @@ def block_matmul(
         vectors=(TILE_M, SQUARES if squares else tile.columns),
         piece=PIECE,
         interpret=interpret,
-    )(*_inputs(spec, a, b, bias))
+    )(_inputs(spec, a, b, bias))
     y = y.reshape(*a.values.shape[:-1], n)
     if addend is None:
         return y
@@ -231,8 +223,7 @@ def why_not(
     lengths = {"rows": (a.values.size // k, 8), "k": (k, BLOCK), "n": (n, piece)}
     if reason := pipeline.why_not_multiples(lengths, remedy="xla"):
         return reason
-    # See `products.mosaic_gpu.product.why_not`.
-    return None if n > piece else Unavailable(f"needs n above {piece}, got {n}: use 'xla'")
+    return pipeline.why_not_columns(n, piece, remedy="xla")
 
 
 WHY_NOT = {"block_matmul": why_not}

@@ -16,7 +16,7 @@ from swjax.kernels.availability import Unavailable
 from swjax.kernels.block_weight_gradients import mosaic_gpu_rotations as rotations
 from swjax.kernels.block_weight_gradients.reference import cut_into_blocks
 from swjax.kernels.mosaic_gpu import pipeline
-from swjax.kernels.mosaic_gpu.pipeline import HALF, LINE, TILE_M, Ref, Scratch, SumSteps
+from swjax.kernels.mosaic_gpu.pipeline import HALF, LINE, TILE_M, Ref, SumSteps
 from swjax.kernels.mosaic_gpu.slices import Schedule, Slices, best_slices
 from swjax.kernels.weight_gradients.mosaic_gpu import (
     WeightGradientSpec,
@@ -86,21 +86,43 @@ class BlockWeightGradientWork(WeightGradientWork):
         row, column, layer = self.position(unit)
         row, column = row * TILE_M, (column + layer * self.layer_columns) * COLUMNS
 
-        def add_block(i, total):
-            # Scales are read before the sum, which hides their latency.
-            x_scale, g_scale = (
-                pipeline.load_registers(scale.at[first + i], pl.ds(at, length))
-                for scale, at, length in (
-                    (self.x_scale, row + half * HALF, HALF),
-                    (self.g_scale, column, COLUMNS),
-                )
-            )
-            sums = sum_steps(i * self.block_steps, self.block_steps).astype(jnp.float32)
-            scaled = sums * lax.broadcast_in_dim(g_scale, sums.shape, (1,))
-            return total + scaled * lax.broadcast_in_dim(x_scale, sums.shape, (0,))
+        def sum_block(i):
+            return sum_steps(i * self.block_steps, self.block_steps)
 
-        nothing = plgpu.layout_cast(jnp.zeros((HALF, COLUMNS), jnp.float32), plgpu.Layout.WGMMA)
-        return lax.fori_loop(0, count, add_block, nothing)
+        scales = self.x_scale, self.g_scale
+        return sum_blocks(sum_block, first, count, scales, (row, column), half)
+
+
+def sum_blocks(
+    sum_block: Callable[[jax.Array], jax.Array],
+    first: jax.Array,
+    count: jax.Array,
+    scales: tuple[Ref, Ref],
+    corner: tuple[jax.Array, jax.Array],
+    half: jax.Array,
+) -> jax.Array:
+    """Adds the sums of blocks of tokens for one half of a tile, multiplied by their scales: [HALF, COLUMNS].
+
+    Args:
+      sum_block: function of the place of a block among these, that returns its sums.
+      first, count: number of the first block, and of blocks.
+      scales: of rows and of columns, [blocks, length] each.
+      corner: the first row and column of the tile.
+      half: of the rows of the tile.
+    """
+    row, column = corner
+
+    def add_block(i, total):
+        # Scales are read before the sum, which hides their latency.
+        of_rows, of_columns = (
+            pipeline.load_registers(scale.at[first + i], pl.ds(at, length))
+            for scale, at, length in zip(scales, (row + half * HALF, column), (HALF, COLUMNS))
+        )
+        sums = sum_block(i).astype(jnp.float32)
+        scaled = sums * lax.broadcast_in_dim(of_columns, sums.shape, (1,))
+        return total + scaled * lax.broadcast_in_dim(of_rows, sums.shape, (0,))
+
+    return lax.fori_loop(0, count, add_block, pipeline.zeros((HALF, COLUMNS)))
 
 
 def block_weight_gradient(
@@ -173,14 +195,13 @@ def block_products(
     schedule = Schedule(math.prod(grid), blocks, count, slices)
     spec = WeightGradientSpec(grid, tokens // count, schedule)
 
-    def weight_gradient_blocks_kernel(x, *refs):
-        g_refs, (x_scale, g_scale) = refs[:layers], refs[layers : layers + 2]
-        outs, buffers = refs[layers + 2 : 2 * layers + 2], refs[2 * layers + 2 :]
-        block, done, scratch = lax.axis_index("block"), None, Scratch(*buffers)
+    def weight_gradient_blocks_kernel(x, gs, x_scale, g_scale, *refs):
+        *outs, scratch = refs
+        block, done = lax.axis_index("block"), None
         if schedule.adds_slices:
             done = pl.get_global(plgpu.SemaphoreType.REGULAR((schedule.tile_count, 2)))
         work = BlockWeightGradientWork(
-            spec, x, g_refs, outs, scratch, block, done, x_scale, g_scale
+            spec, x, gs, tuple(outs), scratch, block, done, x_scale, g_scale
         )
         pipeline.run(work, scratch)
 
@@ -198,7 +219,7 @@ def block_products(
         interpret=interpret,
     )(
         x,
-        *gs,
+        gs,
         padded(x_scale, grid[0] * TILE_M),
         jnp.concatenate([padded(scale, columns * COLUMNS) for scale in g_scales], axis=1),
     )

@@ -39,7 +39,7 @@ ROUNDER = 1.5 * 2.0**23
 
 
 class RotationScratch(NamedTuple):
-    """The shared memory of a block, in the order of the kernel's arguments.
+    """The shared memory of a block.
 
     Attributes:
       ring: [STAGES, ROTATION, COLUMNS], steps of x.
@@ -160,8 +160,7 @@ class Rotation:
             return lax.fori_loop(0, steps, copy_step, used)
 
         used = lax.fori_loop(0, self.units(), copy_unit, 0)
-        empty = lambda s, _: pipeline.wait_for_slot(self.scratch.empty, used + s, STAGES)
-        lax.fori_loop(0, STAGES, empty, None)
+        pipeline.wait_for_readers(self.scratch.empty, used, STAGES)
 
     def compute(self, warpgroup: jax.Array) -> None:
         """Quantizes and writes the steps of one compute warpgroup."""
@@ -291,13 +290,11 @@ def quantize_blocks(
     """
     n = x.shape[1]
     blocks = multiprocessors or tiles.multiprocessors()
-    factors = () if present is None else _by_block(present, count, length)
+    factors = None if present is None else _by_block(present, count, length)
 
-    def weight_gradient_rotation_kernel(x, matrix, *refs):
-        block, of_tokens = lax.axis_index("block"), refs[: len(factors)] or None
-        values, scale, *buffers = refs[len(factors) :]
-        scratch, steps = RotationScratch(*buffers), length // ROTATION
-        work = Rotation(x, matrix, of_tokens, values, scale, steps, blocks, block, scratch)
+    def weight_gradient_rotation_kernel(x, matrix, factors, values, scale, scratch):
+        block, steps = lax.axis_index("block"), length // ROTATION
+        work = Rotation(x, matrix, factors, values, scale, steps, blocks, block, scratch)
         pipeline.specialize(work.copy, work.compute)
 
     out = (
@@ -311,7 +308,7 @@ def quantize_blocks(
         blocks=blocks,
         interpret=interpret,
     )
-    return run(x, matrix(x.dtype), *factors)
+    return run(x, matrix(x.dtype), factors)
 
 
 def shared_memory(dtype: jax.typing.DTypeLike) -> RotationScratch:

@@ -9,7 +9,7 @@ shared memory (TMA). Two warpgroups multiply (wgmma), each half of the rows of t
 
 The memory warpgroup copies the next unit while the others write this one. In `run_in_turns` a compute
 warpgroup multiplies a whole tile. While it writes the tile, the other one multiplies the next. Past the edge
-of an array TMA reads zeros and writes nothing. `product.why_not` names an exception.
+of an array TMA reads zeros and writes nothing. `why_not_columns` names an exception.
 """
 
 from collections.abc import Callable
@@ -29,31 +29,32 @@ Ref = Any  # of an array in global or shared memory, or of barriers
 TILE_M, TILE_N = 128, 256
 HALF = TILE_M // 2
 LINE = 128  # bytes of the longest swizzle: the length of a step, and of the rows of a written piece
-MEMORY = 2  # the index of the memory warpgroup
+COMPUTE = 2  # number of compute warpgroups; the one after them is the memory warpgroup
 
 
 class Scratch(NamedTuple):
-    """The shared memory of a block, in the order of the kernel's arguments.
+    """The shared memory of a block. A kernel that does not use one of its parts has None.
 
     Attributes:
       a, b: rings of operands, [stages, ...].
       out: [2, 2, HALF, piece], two buffers of each compute warpgroup; four if an array is added to the tiles.
+      mirrored: [2, piece, HALF], a buffer of each compute warpgroup for transposes of pieces.
       full, empty: a barrier for each slot of the rings.
-      addend: a barrier for each compute warpgroup: its half of the array that is added has arrived. None if
-        no array is added.
+      addend: a barrier for each compute warpgroup: its half of the array that is added has arrived.
       edge: [2, HALF, piece], a buffer without swizzle of each compute warpgroup, of which any rows can be
-        written. None if only whole tiles are written.
-      mirrored: [2, piece, HALF], a buffer of each compute warpgroup for transposes of pieces, or None.
+        written.
+      vectors: rings of float32 vectors, such as scales, [stages, length] each.
     """
 
     a: Ref
     b: Ref
     out: Ref
-    full: Ref
-    empty: Ref
+    mirrored: Ref = None
+    full: Ref = None
+    empty: Ref = None
     addend: Ref = None
     edge: Ref = None
-    mirrored: Ref = None
+    vectors: tuple[Ref, ...] = ()
 
 
 class Fold(NamedTuple):
@@ -142,18 +143,25 @@ def run_in_turns(work: Work, scratch: Scratch) -> None:
     )
 
 
-def specialize(copy: Callable[[], None], compute: Callable[[jax.Array], None]) -> None:
-    """Runs `copy` in the memory warpgroup, and ``compute(warpgroup)`` in the others."""
+def specialize(
+    copy: Callable[[], None],
+    compute: Callable[[jax.Array], None],
+    registers: tuple[int, int] = (40, 232),
+) -> None:
+    """Runs `copy` in the memory warpgroup, and ``compute(warpgroup)`` in the others.
+
+    `registers` are those of a thread of the memory warpgroup, and of the others.
+    """
     warpgroup = lax.axis_index("warpgroup")
 
-    @pl.when(warpgroup == MEMORY)
+    @pl.when(warpgroup == COMPUTE)
     def _():
-        plgpu.set_max_registers(40, action="decrease")
+        plgpu.set_max_registers(registers[0], action="decrease")
         copy()
 
-    @pl.when(warpgroup < MEMORY)
+    @pl.when(warpgroup < COMPUTE)
     def _():
-        plgpu.set_max_registers(232, action="increase")
+        plgpu.set_max_registers(registers[1], action="increase")
         compute(warpgroup)
 
 
@@ -163,6 +171,14 @@ def wait_for_slot(empty: Ref, used: jax.Array, stages: int) -> None:
     @pl.when(used >= stages)
     def _():
         plgpu.barrier_wait(empty.at[lax.rem(used, stages)])
+
+
+def wait_for_readers(empty: Ref, used: jax.Array, stages: int) -> None:
+    """Waits until every slot of a ring of which `used` steps were copied is empty.
+
+    A block that ends while its neighbour still signals it would leave the cluster in error.
+    """
+    lax.fori_loop(0, stages, lambda s, _: wait_for_slot(empty, used + s, stages), None)
 
 
 def _full(work: Work, scratch: Scratch, slot: jax.Array, turn: jax.Array | None) -> Ref:
@@ -187,9 +203,7 @@ def _copy_units(work: Work, scratch: Scratch, units: jax.Array, *, in_turns: boo
         return lax.fori_loop(0, count, step, used)
 
     used = lax.fori_loop(0, units, copy_unit, 0)
-    # A block that ends while its neighbour still signals it would leave the cluster in error.
-    empty = lambda s, _: wait_for_slot(scratch.empty, used + s, work.stages)
-    lax.fori_loop(0, work.stages, empty, None)
+    wait_for_readers(scratch.empty, used, work.stages)
 
 
 def _multiply_units(work: Work, scratch: Scratch, units: jax.Array, half: jax.Array) -> None:
@@ -317,12 +331,24 @@ def unit_count(total: int, block: jax.Array, blocks: int) -> jax.Array:
     return (total - block + blocks - 1) // blocks
 
 
+_load: Callable[..., jax.Array] = plgpu.load  # of another signature before jax 0.11
+
+
 def load_registers(ref: Ref, index: slice | pl.Slice | jax.Array) -> jax.Array:
     """Loads a vector from global or shared memory into registers."""
-    load: Callable[..., jax.Array] = plgpu.load  # of another signature before jax 0.11
     if jax.__version_info__ < (0, 11):
-        return load(ref, index, optimized=False)
-    return load(ref.at[index], optimized=False)
+        return _load(ref, index, optimized=False)
+    return _load(ref.at[index], optimized=False)
+
+
+def load_as(ref: Ref, layout: Any = plgpu.Layout.WGMMA) -> jax.Array:
+    """Loads an array from shared memory into registers with a layout; needs jax 0.11."""
+    return _load(ref, layout=layout, optimized=False)
+
+
+def zeros(shape: tuple[int, ...]) -> jax.Array:
+    """Zeros in registers with the layout of a product's sums."""
+    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
 
 
 def iota(shape: tuple[int, ...], axis: int) -> jax.Array:
@@ -407,11 +433,15 @@ def store_rows(
 
 def buffer(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Any:
     """Swizzled shared memory whose rows have at most LINE bytes, or are cut into pieces of LINE bytes."""
+    return swizzled(shape, dtype, (8, min(shape[-1], piece_of(dtype))))
+
+
+def swizzled(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, tile: tuple[int, int]) -> Any:
+    """Shared memory in tiles of rows and columns; tiles of 8 rows hold operands of products."""
     tiling: Callable = plgpu.TilingTransform  # jax 0.12 types these two as abstract
     swizzle: Callable = plgpu.SwizzleTransform
-    piece = min(shape[-1], piece_of(dtype))
-    line = piece * jnp.dtype(dtype).itemsize
-    return plgpu.SMEM(shape, dtype, transforms=(tiling((8, piece)), swizzle(line)))
+    line = tile[1] * jnp.dtype(dtype).itemsize
+    return plgpu.SMEM(shape, dtype, transforms=(tiling(tile), swizzle(line)))
 
 
 def piece_of(dtype: jax.typing.DTypeLike) -> int:
@@ -436,7 +466,7 @@ def launch(
     """Builds a product kernel of `blocks` clusters of blocks, as a function of its inputs.
 
     Args:
-      body: function of the refs of the inputs, of the outputs and of a `Scratch`.
+      body: see `kernel`; its scratch is a `Scratch`.
       out: shape and dtype of the output, or of outputs of one dtype.
       rings: shape and dtype of a slot of each ring.
       stages: number of slots of the rings.
@@ -444,7 +474,7 @@ def launch(
       cluster: number of blocks of a cluster.
       addend: whether an array is added to the tiles.
       edge: whether `store_rows` writes some of the tiles.
-      vectors: lengths of float32 slots, such as scales: a ring [stages, length] each, after the `Scratch`.
+      vectors: lengths of the rings of vectors.
       piece: number of columns written at a time; None: they fill a line.
       interpret: parameters of Pallas's interpreter, or None.
     """
@@ -460,51 +490,75 @@ def launch(
     dtype = jax.tree.leaves(out)[0].dtype
     piece = piece or piece_of(dtype)
     pieces = TILE_N // piece
-    out_buffers = buffer((2, pieces if addend else 2, HALF, piece), dtype)
-    scratch: tuple = (a, b, out_buffers, full, empty)
-    if addend:
-        scratch += (plgpu.Barrier(num_arrivals=pieces, num_barriers=2),)
-    if edge:
-        scratch += (plgpu.SMEM((2, HALF, piece), dtype),)
-    scratch += tuple(plgpu.SMEM((stages, length), jnp.float32) for length in vectors)
+    scratch = Scratch(
+        a=a,
+        b=b,
+        out=buffer((2, pieces if addend else 2, HALF, piece), dtype),
+        full=full,
+        empty=empty,
+        addend=plgpu.Barrier(num_arrivals=pieces, num_barriers=2) if addend else None,
+        edge=plgpu.SMEM((2, HALF, piece), dtype) if edge else None,
+        vectors=tuple(plgpu.SMEM((stages, length), jnp.float32) for length in vectors),
+    )
     return kernel(body, out, scratch, blocks=blocks, interpret=interpret, **in_clusters)
 
 
 def kernel(
     body: Callable,
     out: Any,
-    scratch: tuple,
+    scratch: NamedTuple,
     *,
     blocks: int,
     interpret: Any,
-    fast_math: bool = False,
+    compiler: dict[str, Any] | None = None,
     **in_clusters: Any,
 ) -> Callable:
     """Builds a kernel of two compute warpgroups and the memory warpgroup, as a function of its inputs.
 
     Args:
-      body: function of the refs of the inputs, of the outputs and of `scratch`.
+      body: function of refs: of the inputs, of each output, and of the scratch. Inputs and scratch have the
+        structure in which they are given, such as that of a NamedTuple.
       out: shapes and dtypes of the outputs.
-      scratch: shared memory and barriers.
+      scratch: shared memory and barriers, allocated in this order.
       blocks: number of clusters of blocks.
       interpret: parameters of Pallas's interpreter, or None.
-      fast_math: whether exponentials use the GPU's approximate instruction (relative error about 2**-22).
+      compiler: parameters of `plgpu.CompilerParams`. With `approx_math`, exponentials use the GPU's
+        approximate instruction (relative error about 2**-22).
       **in_clusters: `cluster` and `cluster_names` of `plgpu.kernel`.
     """
     return plgpu.kernel(
         body,
         out_type=out,
-        scratch_types=list(scratch),
+        scratch_types=[scratch],
         grid=(blocks,),
         grid_names=("block",),
-        num_threads=MEMORY + 1,
+        num_threads=COMPUTE + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=fast_math
+            **{"lowering_semantics": plgpu.LoweringSemantics.Warpgroup, **(compiler or {})}
         ),
         interpret=interpret,
         **in_clusters,
     )
+
+
+def why_not_dtypes(*dtypes: Any, remedy: str) -> Unavailable | None:
+    """Why a kernel cannot multiply operands of these dtypes; None: it can."""
+    if len(set(dtypes)) > 1 and jax.__version_info__ < (0, 11):
+        return Unavailable(
+            f"needs jax 0.11 for operands of two types, got {' and '.join(map(str, dtypes))} "
+            f"with jax {jax.__version__}: update jax, or use {remedy!r}"
+        )
+    return None
+
+
+def why_not_columns(n: int, piece: int, remedy: str) -> Unavailable | None:
+    """Why a kernel cannot write n columns in pieces; None: it can.
+
+    Mosaic drops dimensions of size 1 from a copy, with their index. So if the result has one piece, those
+    past its edge would overwrite it instead of being clipped.
+    """
+    return None if n > piece else Unavailable(f"needs n above {piece}, got {n}: use {remedy!r}")
 
 
 def why_not_multiples(lengths: dict[str, tuple[int, int]], remedy: str) -> Unavailable | None:

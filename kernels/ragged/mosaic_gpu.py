@@ -20,7 +20,7 @@ from swjax.kernels.availability import Unavailable
 from swjax.kernels.formats import QTensor
 from swjax.kernels.mosaic_gpu import pipeline
 from swjax.kernels.mosaic_gpu.pipeline import HALF, LINE, TILE_M, TILE_N, Ref, Scratch, SumSteps
-from swjax.kernels.products.mosaic_gpu.product import TiledWork
+from swjax.kernels.products.mosaic_gpu.product import TiledWork, fits_buffers
 from swjax.kernels.products.tiles import MosaicTile
 from swjax.kernels.ragged.mosaic_gpu_blocks import (
     ragged_block_weight_gradient,
@@ -269,7 +269,7 @@ def ragged_matmul(
     matrices = b.values if isinstance(b, QTensor) else b
     (m, k), groups, n, dtype = values.shape, len(matrices), matrices.shape[3 - axis], values.dtype
     cluster = cluster or mosaic_cluster(m, groups)
-    fused = addend is not None and addend.dtype == out_dtype and addend.dtype.itemsize == 2
+    fused = addend is not None and fits_buffers(addend, out_dtype)
     tile = tile or mosaic_tile(n, k, dtype.itemsize)
     if fused:  # memory of a slot serves the addend
         tile = replace(tile, stages=min(tile.stages, 3))
@@ -288,12 +288,8 @@ def ragged_matmul(
         step=LINE // dtype.itemsize,
     )
 
-    def ragged_matmul_kernel(*refs):
-        inputs, out = RaggedRefs(*refs[: len(RaggedRefs._fields)]), refs[len(RaggedRefs._fields)]
-        *scratch_refs, edge = refs[len(RaggedRefs._fields) + 1 :]
-        scratch = Scratch(*scratch_refs)._replace(edge=edge)
-        block = lax.axis_index("block")
-        pipeline.run(RaggedWork(spec, inputs, out, scratch, block), scratch)
+    def ragged_matmul_kernel(inputs, out, scratch):
+        pipeline.run(RaggedWork(spec, inputs, out, scratch, lax.axis_index("block")), scratch)
 
     of_b = (TILE_N, spec.step) if spec.last else (spec.step, TILE_N)
     y = pipeline.launch(
@@ -306,7 +302,7 @@ def ragged_matmul(
         addend=spec.addend,
         edge=True,
         interpret=interpret,
-    )(*_inputs(spec, a, b, group_sizes, addend if fused else None))
+    )(_inputs(spec, a, b, group_sizes, addend if fused else None))
     if addend is None or fused:
         return y
     y = (y.astype(jnp.float32) + addend.astype(jnp.float32)).astype(out_dtype)
@@ -347,19 +343,15 @@ def why_not(
     matrices = b.values if isinstance(b, QTensor) else b
     if values.dtype.itemsize > 2:
         return Unavailable(f"is for operands of 8 and 16 bits, got {values.dtype}: use 'xla'")
-    if values.dtype != matrices.dtype and jax.__version_info__ < (0, 11):
-        return Unavailable(
-            f"needs jax 0.11 for operands of two types, got {values.dtype} and "
-            f"{matrices.dtype} with jax {jax.__version__}: update jax, or use 'triton'"
-        )
+    if reason := pipeline.why_not_dtypes(values.dtype, matrices.dtype, remedy="triton"):
+        return reason
     m, n = values.shape[0], matrices.shape[3 - axis]
     piece = pipeline.piece_of(out_dtype)
     step = LINE // values.dtype.itemsize
     lengths = {"rows": (m, ALIGNMENT), "k": (values.shape[1], step), "n": (n, max(piece, 64))}
     if reason := pipeline.why_not_multiples(lengths, remedy="triton"):
         return reason
-    # See `products.mosaic_gpu.product.why_not`.
-    return None if n > piece else Unavailable(f"needs n above {piece}, got {n}: use 'triton'")
+    return pipeline.why_not_columns(n, piece, remedy="triton")
 
 
 WHY_NOT = {

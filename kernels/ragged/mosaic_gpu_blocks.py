@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from swjax.kernels import tiles
 from swjax.kernels.availability import Unavailable
-from swjax.kernels.block_weight_gradients.mosaic_gpu import COLUMNS, PIECE, STAGES
+from swjax.kernels.block_weight_gradients.mosaic_gpu import COLUMNS, PIECE, STAGES, sum_blocks
 from swjax.kernels.block_weight_gradients.mosaic_gpu import why_not as why_not_blocks
 from swjax.kernels.mosaic_gpu import pipeline
 from swjax.kernels.mosaic_gpu.pipeline import HALF, LINE, TILE_M, Ref, Scratch, SumSteps
@@ -110,22 +110,13 @@ class RaggedBlocksWork:
         first, steps = self.inputs.first_block[number], self.inputs.step_count[number]
         block_steps = self.spec.block_steps
 
-        def add_block(i, total):
-            # Scales are read before the sum, which hides their latency.
-            a_scale, b_scale = (
-                pipeline.load_registers(scale.at[first + i], pl.ds(at, length))
-                for scale, at, length in (
-                    (self.inputs.a_scale, row + half * HALF, HALF),
-                    (self.inputs.b_scale, column, COLUMNS),
-                )
-            )
+        def sum_block(i):
             count = jnp.minimum(steps - i * block_steps, block_steps)
-            sums = sum_steps(i * block_steps, count).astype(jnp.float32)
-            scaled = sums * lax.broadcast_in_dim(b_scale, sums.shape, (1,))
-            return total + scaled * lax.broadcast_in_dim(a_scale, sums.shape, (0,))
+            return sum_steps(i * block_steps, count)
 
-        nothing = plgpu.layout_cast(jnp.zeros((HALF, COLUMNS), jnp.float32), plgpu.Layout.WGMMA)
-        return lax.fori_loop(0, self.inputs.block_count[number], add_block, nothing)
+        count = self.inputs.block_count[number]
+        scales = self.inputs.a_scale, self.inputs.b_scale
+        return sum_blocks(sum_block, first, count, scales, (row, column), half)
 
     def store(self, unit: jax.Array, sums: jax.Array, half: jax.Array) -> None:
         number, row, column = self.place(unit)
@@ -170,16 +161,14 @@ def ragged_block_weight_gradient(
         of_groups = GroupTiles(groups, grid, multiprocessors or tiles.multiprocessors())
         spec = BlockSpec(of_groups, block // LINE)
 
-        def ragged_blocks_kernel(*refs):
-            inputs, out = BlockRefs(*refs[: len(BlockRefs._fields)]), refs[len(BlockRefs._fields)]
-            scratch = Scratch(*refs[len(BlockRefs._fields) + 1 :])
+        def ragged_blocks_kernel(inputs, out, scratch):
             index = lax.axis_index("block")
             pipeline.run(RaggedBlocksWork(spec, inputs, out, scratch, index), scratch)
 
-        padded = [
+        of_rows, of_columns = (
             jnp.pad(scale, ((0, 0), (0, count * tile - scale.shape[1])))
             for scale, count, tile in zip((a_scale, b_scale), grid, (TILE_M, COLUMNS))
-        ]
+        )
         return pipeline.launch(
             ragged_blocks_kernel,
             jax.ShapeDtypeStruct((groups, k, n), out_dtype),
@@ -189,19 +178,25 @@ def ragged_block_weight_gradient(
             cluster=1,
             piece=PIECE,
             interpret=interpret,
-        )(*tables, a, b, *padded)
+        )(BlockRefs(**tables, a=a, b=b, a_scale=of_rows, b_scale=of_columns))
 
     return tuple(product(*of_g) for of_g in of_gs)
 
 
-def _tables(blocks: GroupBlocks, block: int) -> tuple[jax.Array, ...]:
+def _tables(blocks: GroupBlocks, block: int) -> dict[str, jax.Array]:
     """The tables of `BlockRefs`."""
-    order, first, count = largest_first(blocks.first_block, blocks.counts)
+    group, first, count = largest_first(blocks.first_block, blocks.counts)
     last = jnp.maximum(first + count - 1, 0)
     # All blocks but the last one have `block` rows.
     last_steps = (blocks.end[last] - blocks.first[last] + LINE - 1) // LINE
     steps = jnp.where(count > 0, (count - 1) * (block // LINE) + last_steps, 0)
-    return order, first, count, blocks.to[first] // LINE, steps
+    return {
+        "group": group,
+        "first_block": first,
+        "block_count": count,
+        "first_step": blocks.to[first] // LINE,
+        "step_count": steps,
+    }
 
 
 def why_not_block_weight_gradient(

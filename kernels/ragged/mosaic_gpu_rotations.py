@@ -19,7 +19,7 @@ from swjax.kernels.ragged.schedule import ALIGNMENT, GroupBlocks
 
 
 class BlockTables(NamedTuple):
-    """Refs to the blocks of rows: their number [1], and fields of `schedule.GroupBlocks`."""
+    """The blocks of rows, or refs to them: their number [1], and fields of `schedule.GroupBlocks`."""
 
     count: Ref
     first: Ref
@@ -79,9 +79,7 @@ def rotate_blocks(
         jnp.sum(blocks.counts, keepdims=True), blocks.first, blocks.start, blocks.end, blocks.to
     )
 
-    def ragged_rotation_kernel(x, matrix, *refs):
-        tables, (values, scale, *buffers) = BlockTables(*refs[:5]), refs[5:]
-        scratch = rotations.RotationScratch(*buffers)
+    def ragged_rotation_kernel(x, matrix, tables, values, scale, scratch):
         block = lax.axis_index("block")
         steps = 0  # see `RaggedRotation.span`
         work = RaggedRotation(
@@ -95,4 +93,4 @@ def rotate_blocks(
     )
     shared = rotations.shared_memory(x.dtype)
     run = pipeline.kernel(ragged_rotation_kernel, out, shared, blocks=programs, interpret=interpret)
-    return run(x, rotations.matrix(x.dtype), *tables)
+    return run(x, rotations.matrix(x.dtype), tables)

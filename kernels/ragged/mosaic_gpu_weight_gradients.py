@@ -174,13 +174,9 @@ def ragged_weight_gradient(
         multiprocessors or tiles.multiprocessors(),
     )
     starts, ends = bounds(group_sizes, m)
+    group, start, size = largest_first(starts, ends - starts)
 
-    def ragged_weight_gradient_kernel(*refs):
-        inputs, out = (
-            GradientRefs(*refs[: len(GradientRefs._fields)]),
-            refs[len(GradientRefs._fields)],
-        )
-        scratch = Scratch(*refs[len(GradientRefs._fields) + 1 :])
+    def ragged_weight_gradient_kernel(inputs, out, scratch):
         block = lax.axis_index("block")
         pipeline.run(RaggedGradientWork(of_groups, inputs, out, scratch, block), scratch)
 
@@ -193,7 +189,7 @@ def ragged_weight_gradient(
         blocks=of_groups.blocks,
         cluster=1,
         interpret=interpret,
-    )(*largest_first(starts, ends - starts), x, g)
+    )(GradientRefs(group, start, size, x, g))
 
 
 def why_not_weight_gradient(x: jax.Array, g: jax.Array, *_: Any, **__: Any) -> Unavailable | None:

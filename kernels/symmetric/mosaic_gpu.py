@@ -254,22 +254,21 @@ def symmetric_product(
     clusters = (multiprocessors or tiles.multiprocessors()) // CLUSTER
     stages, pieces = (6, 1) if addend is None else (4, PIECES)
 
-    def symmetric_kernel(a, b, addend, factors, result, *refs):
-        a_ring, b_ring, pieces, mirrored, full, empty, arrived = refs
-        scratch = Scratch(a_ring, b_ring, pieces, full, empty, arrived, mirrored=mirrored)
+    def symmetric_kernel(a, b, addend, factors, result, scratch):
         inputs, block = (a, b, addend, factors, result), lax.axis_index("block")
         work = SymmetricWork(*inputs, scratch, by_columns, stages, block, clusters)
         pipeline.run_in_turns(work, scratch)
 
     ring = (stages, STEP, TILE) if by_columns else (stages, TILE, STEP)
-    scratch = (
-        pipeline.buffer(ring, a.dtype),
-        pipeline.buffer(ring, a.dtype),
-        pipeline.buffer((2, pieces, PIECE, PIECE), a.dtype),
-        pipeline.buffer((2, PIECE, PIECE), a.dtype),
-        plgpu.Barrier(num_arrivals=2, num_barriers=2 * stages),
-        plgpu.ClusterBarrier(collective_axes=("cluster",), num_arrivals=1, num_barriers=stages),
-        plgpu.Barrier(num_arrivals=pieces, num_barriers=2),
+    empty = plgpu.ClusterBarrier(collective_axes=("cluster",), num_arrivals=1, num_barriers=stages)
+    scratch = Scratch(
+        a=pipeline.buffer(ring, a.dtype),
+        b=pipeline.buffer(ring, a.dtype),
+        out=pipeline.buffer((2, pieces, PIECE, PIECE), a.dtype),
+        mirrored=pipeline.buffer((2, PIECE, PIECE), a.dtype),
+        full=plgpu.Barrier(num_arrivals=2, num_barriers=2 * stages),
+        empty=empty,
+        addend=plgpu.Barrier(num_arrivals=pieces, num_barriers=2),
     )
     return pipeline.kernel(
         symmetric_kernel,

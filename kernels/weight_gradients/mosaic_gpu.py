@@ -198,14 +198,12 @@ def weight_gradient_group(
     schedule = Schedule(math.prod(grid), blocks, steps, slices)
     spec = WeightGradientSpec(grid, step_tokens, schedule)
 
-    def weight_gradient_kernel(x_ref, *refs):
-        g_refs, out_refs = refs[:layers], refs[layers : 2 * layers]
-        block, done, scratch = lax.axis_index("block"), None, Scratch(*refs[2 * layers :])
+    def weight_gradient_kernel(x, gs, *refs):
+        *outs, scratch = refs
+        block, done = lax.axis_index("block"), None
         if schedule.adds_slices:
             done = pl.get_global(plgpu.SemaphoreType.REGULAR((schedule.tile_count, 2)))
-        pipeline.run(
-            WeightGradientWork(spec, x_ref, g_refs, out_refs, scratch, block, done), scratch
-        )
+        pipeline.run(WeightGradientWork(spec, x, gs, tuple(outs), scratch, block, done), scratch)
 
     dws = pipeline.launch(
         weight_gradient_kernel,
@@ -215,7 +213,7 @@ def weight_gradient_group(
         blocks=blocks,
         cluster=1,
         interpret=interpret,
-    )(x, *gs)
+    )(x, gs)
     return tuple(dw.astype(out_dtype) for dw in dws)
 
 

@@ -1,7 +1,8 @@
 """Attention of short sequences in Pallas, for Hopper.
 
 `forward` computes with heads in the shared memory of `forward_scratch`. `backward` computes in
-`backward_products` with the shared memory that `backward_copies` fills. `heads` finds the tiles of a head.
+`backward_products` with the shared memory that `backward_copies` fills. `backward_heads` finds the tiles of
+a head.
 """
 
 from collections.abc import Callable

@@ -24,20 +24,25 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from swjax.kernels import tiles
 from swjax.kernels.attention.mosaic_gpu import backward_heads
-from swjax.kernels.attention.mosaic_gpu.backward_copies import (
-    BackwardScratch,
-    allocate,
-    shared_memory,
-)
+from swjax.kernels.attention.mosaic_gpu.backward_copies import allocate, shared_memory
 from swjax.kernels.attention.mosaic_gpu.backward_heads import ROWS, Heads
 from swjax.kernels.attention.mosaic_gpu.backward_products import BackwardWork
 from swjax.kernels.attention.tiles import LONGEST_SEQUENCE
 from swjax.kernels.availability import Unavailable
+from swjax.kernels.mosaic_gpu import pipeline
 
 SHARED_MEMORY = 227 * 1024  # bytes of a block of threads
+REGISTERS = (24, 240)  # per thread, of the memory and the compute warpgroups
+COMPILER = {
+    "approx_math": True,
+    "unsafe_no_auto_barriers": True,
+    "reduction_scratch_bytes": 0,  # all sums are those of a warp
+    "lowering_semantics": plgpu.LoweringSemantics.Lane,
+}
 
 
 def attention_backward(
@@ -63,21 +68,19 @@ def attention_backward(
     slots = 2 if shared_memory(tokens, width, 2) <= SHARED_MEMORY else 1
     padded = backward_heads.padded(tokens)
 
-    def attention_backward_kernel(q, k, v, out, g, lse, dq, dk, dv, *buffers):
-        block = lax.axis_index("block")
-        heads = Heads(q.shape, blocks, block, interpret is not None)
-        work = BackwardWork(
-            heads, q, k, v, out, g, lse, dq, dk, dv, BackwardScratch(*buffers), slots, causal
-        )
-        backward_heads.specialize(work.copy, work.compute)
+    def attention_backward_kernel(q, k, v, out, g, lse, dq, dk, dv, scratch):
+        heads = Heads(q.shape, blocks, lax.axis_index("block"), interpret is not None)
+        work = BackwardWork(heads, q, k, v, out, g, lse, dq, dk, dv, scratch, slots, causal)
+        pipeline.specialize(work.copy, work.compute, REGISTERS)
 
     like_q = jax.ShapeDtypeStruct(q.shape, q.dtype)
-    run = backward_heads.kernel(
+    run = pipeline.kernel(
         attention_backward_kernel,
         (like_q,) * 3,
         allocate(tokens, width, slots, q.dtype),
         blocks=blocks,
         interpret=interpret,
+        compiler=COMPILER,
     )
     padding = ((0, 0), (0, 0), (0, padded - tokens))
     lse = jnp.pad(lse * jnp.float32(backward_heads.LOG2_E), padding, constant_values=jnp.inf)

@@ -10,11 +10,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from swjax.kernels.attention.mosaic_gpu import backward_heads
-from swjax.kernels.attention.mosaic_gpu.backward_heads import COMPUTE, ROWS, Heads, Ref
+from swjax.kernels.attention.mosaic_gpu.backward_heads import GROUP, ROWS, Heads
+from swjax.kernels.mosaic_gpu.pipeline import COMPUTE, Ref, swizzled
 
 
 class BackwardScratch(NamedTuple):
-    """The shared memory of a block, in the order of the kernel's arguments.
+    """The shared memory of a block.
 
     Attributes:
       q, k, v, g: [slots, span, d].
@@ -55,11 +56,11 @@ class BackwardScratch(NamedTuple):
 def allocate(tokens: int, width: int, slots: int, dtype: jax.typing.DTypeLike) -> BackwardScratch:
     """Describes the buffers."""
     span, padded = backward_heads.span(tokens), backward_heads.padded(tokens)
-    line = backward_heads.line(width)
+    tile = GROUP, backward_heads.line(width)
     whole, rest = backward_heads.cut(tokens)
     tiles = slots * (whole + (rest > 0))
-    operand = backward_heads.swizzled((slots, span, width), backward_heads.GROUP, line, dtype)
-    strips = backward_heads.swizzled((COMPUTE, width, ROWS), backward_heads.GROUP, line, dtype)
+    operand = swizzled((slots, span, width), dtype, tile)
+    strips = swizzled((COMPUTE, width, ROWS), dtype, tile)
     rows = backward_heads.rows_of(width, dtype)
     full = plgpu.Barrier(num_barriers=tiles, num_arrivals=2 * backward_heads.copies(width))
     return BackwardScratch(

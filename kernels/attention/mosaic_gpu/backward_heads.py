@@ -9,7 +9,6 @@ there, unless the array is contiguous over sequences: Mosaic clips copies at the
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,15 +18,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-Ref = Any  # of an array in global or shared memory, or of barriers
+from swjax.kernels.mosaic_gpu import pipeline
+from swjax.kernels.mosaic_gpu.pipeline import COMPUTE, Ref, swizzled
+
 Rows = slice | pl.Slice
 
 ROWS = 64  # of a product
 GROUP = 8  # rows of a swizzled tile
 STEP = 16  # tokens, or features, of one step of a product
-COMPUTE = 2  # number of compute warpgroups
 LOG2_E = math.log2(math.e)
-REGISTERS = (24, 240)  # per thread, of the memory and the compute warpgroups
 
 
 @dataclass(frozen=True)
@@ -89,8 +88,7 @@ class Heads:
 
     def count(self) -> jax.Array:
         """The number of heads of this block."""
-        total = self.shape[0] * self.shape[2]
-        return (total - self.block + self.blocks - 1) // self.blocks
+        return pipeline.unit_count(self.shape[0] * self.shape[2], self.block, self.blocks)
 
     def place(self, head: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The example of a head, and its number in the example."""
@@ -157,28 +155,15 @@ def copies(width: int) -> int:
     return 1 if line(width) == width else ROWS // GROUP
 
 
-def swizzled(shape: tuple[int, ...], rows: int, line: int, dtype: jax.typing.DTypeLike) -> Any:
-    """Shared memory in tiles [rows, line]; with rows = GROUP it holds operands of products."""
-    tiling: Any = plgpu.TilingTransform  # jax 0.12 types these two as abstract
-    swizzle: Any = plgpu.SwizzleTransform
-    return plgpu.SMEM(shape, dtype, transforms=(tiling((rows, line)), swizzle(2 * line)))
-
-
 def rows_of(width: int, dtype: jax.typing.DTypeLike) -> Any:
     """Shared memory for ROWS rows of each compute warpgroup, which are copied at once."""
     shape = (COMPUTE, ROWS, width)
-    return swizzled(shape, 1, width, dtype) if width == 64 else plgpu.SMEM(shape, dtype)
+    return swizzled(shape, dtype, (1, width)) if width == 64 else plgpu.SMEM(shape, dtype)
 
 
 def features(width: int) -> list[int]:
     """The first feature of each block of 64 features; the last block may overlap the one before."""
     return sorted({0, width - 64})
-
-
-def load(ref: Ref, layout: Any = plgpu.Layout.WGMMA) -> jax.Array:
-    """Loads an array from shared memory into registers."""
-    read: Callable[..., jax.Array] = plgpu.load  # of another signature before jax 0.11
-    return read(ref, layout=layout, optimized=False)
 
 
 def store(ref: Ref, value: jax.Array) -> None:
@@ -211,40 +196,3 @@ def span(tokens: int) -> int:
 def padded(tokens: int) -> int:
     """Length of a vector over the tokens of a head, which is copied in steps of 128 bytes."""
     return -(-span(tokens) // 32) * 32
-
-
-def specialize(copy: Callable[[], None], work: Callable[[jax.Array], None]) -> None:
-    """Runs `copy` in the memory warpgroup, and ``work(warpgroup)`` in the compute warpgroups."""
-    warpgroup = lax.axis_index("warpgroup")
-
-    @pl.when(warpgroup == COMPUTE)
-    def _():
-        plgpu.set_max_registers(REGISTERS[0], action="decrease")
-        copy()
-
-    @pl.when(warpgroup < COMPUTE)
-    def _():
-        plgpu.set_max_registers(REGISTERS[1], action="increase")
-        work(warpgroup)
-
-
-def kernel(
-    body: Callable, out: Any, scratch: Sequence[Any], *, blocks: int, interpret: Any
-) -> Callable:
-    """Builds a kernel of compute warpgroups and a memory warpgroup, as a function of its inputs."""
-    return plgpu.kernel(
-        body,
-        out_type=out,
-        scratch_types=list(scratch),
-        grid=(blocks,),
-        grid_names=("block",),
-        num_threads=COMPUTE + 1,
-        thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            unsafe_no_auto_barriers=True,
-            reduction_scratch_bytes=0,  # all sums are those of a warp
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-        ),
-        interpret=interpret,
-    )

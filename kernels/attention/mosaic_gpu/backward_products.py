@@ -22,16 +22,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from swjax.kernels.attention.mosaic_gpu import backward_heads
 from swjax.kernels.attention.mosaic_gpu.backward_copies import Copies, Slot
 from swjax.kernels.attention.mosaic_gpu.backward_heads import (
-    COMPUTE,
     LOG2_E,
     ROWS,
     STEP,
-    Ref,
     Rows,
-    load,
     store,
 )
-from swjax.kernels.mosaic_gpu.pipeline import iota
+from swjax.kernels.mosaic_gpu import pipeline
+from swjax.kernels.mosaic_gpu.pipeline import COMPUTE, Ref, iota, load_as
 
 Sums = tuple[jax.Array, ...]  # of the rest, [64 features, STEP tokens] each
 Block = tuple[int, int]  # of columns: the first one, and their number
@@ -124,7 +122,7 @@ class BackwardWork(Copies):
         """Computes and writes dq of a tile. Returns the sums of dk and dv of the rest, with this tile."""
         b, slot, rows = self.scratch, self.slot(head), self.heads.rows(tile)
         delta = self.find_delta(slot, rows, tile, warpgroup)
-        lse = load(slot.lse.at[rows], plgpu.Layout.WGMMA.reduce(1))
+        lse = load_as(slot.lse.at[rows], plgpu.Layout.WGMMA.reduce(1))
 
         def sum_up(dq):
             for block in self.column_blocks():
@@ -146,7 +144,7 @@ class BackwardWork(Copies):
         slot, tile = self.slot(head), jnp.int32(self.heads.whole)
         rows = self.heads.rows(self.heads.whole)
         delta = self.find_delta(slot, rows, tile, warpgroup)
-        lse = load(slot.lse.at[rows], plgpu.Layout.WGMMA.reduce(1))
+        lse = load_as(slot.lse.at[rows], plgpu.Layout.WGMMA.reduce(1))
         weights, ds = self.query_weights(slot, rows, self.column_blocks()[-1], lse, delta)
         pairs = (slot.q, self.corner(ds)), (slot.g, self.corner(weights))
         return plus(sums, self.rest_products(warpgroup, rows, *pairs))
@@ -223,7 +221,7 @@ class BackwardWork(Copies):
             plgpu.wgmma(s, slot.k.at[rows], slot.q.at[columns].T)
             plgpu.wgmma(dp, slot.v.at[rows], slot.g.at[columns].T)
             lse, delta = (
-                load(x.at[columns], plgpu.Layout.WGMMA.reduce(0)) for x in (slot.lse, slot.delta)
+                load_as(x.at[columns], plgpu.Layout.WGMMA.reduce(0)) for x in (slot.lse, slot.delta)
             )
             weights = self.weights(plgpu.wgmma_accumulator_load(s, wait_n=1), lse, 1)
             if self.causal:
@@ -287,7 +285,7 @@ class BackwardWork(Copies):
                 for first in backward_heads.features(self.heads.width):
                     columns = pl.ds(first, 64)
                     total, more = (
-                        load(
+                        load_as(
                             self.scratch.rest.at[i, kind, token, columns],
                             plgpu.Layout.WGMMA.reduce(1),
                         )
@@ -302,7 +300,7 @@ class BackwardWork(Copies):
         """The inner products of a tile of outputs and their gradients: [ROWS]."""
         b = self.scratch
         plgpu.barrier_wait(b.out_full.at[warpgroup])
-        out, g = load(b.out.at[warpgroup]), load(slot.g.at[rows])
+        out, g = load_as(b.out.at[warpgroup]), load_as(slot.g.at[rows])
         delta = jnp.sum(out.astype(jnp.float32) * g.astype(jnp.float32), axis=1)
         slot.delta[rows] = delta  # some rows of two tiles are written twice, with the same values
         plgpu.commit_smem()  # the next copy to the buffer of out comes after these loads
@@ -361,7 +359,7 @@ def scores(block: Block) -> list[Any]:
 
 
 def zeros(count: int) -> Sums:
-    return (plgpu.layout_cast(jnp.zeros((64, STEP), jnp.float32), plgpu.Layout.WGMMA),) * count
+    return (pipeline.zeros((64, STEP)),) * count
 
 
 def plus(sums: Sums, more: Sums) -> Sums:

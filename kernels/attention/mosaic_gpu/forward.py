@@ -15,7 +15,6 @@ With turns, one warpgroup computes exponentials while the other one multiplies.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -31,12 +30,11 @@ from swjax.kernels.attention.mosaic_gpu.forward_scratch import (
     ROWS,
     SLOTS,
     SWIZZLE_TOKENS,
-    WARPGROUPS,
     ForwardScratch,
 )
 from swjax.kernels.availability import Unavailable
 from swjax.kernels.mosaic_gpu import pipeline
-from swjax.kernels.mosaic_gpu.pipeline import Ref
+from swjax.kernels.mosaic_gpu.pipeline import COMPUTE, Ref
 
 # {causal: (shortest, longest sequence)}. For 265 tokens the kernel copies 272 keys: the most whose scores fit
 # into registers, and whose buffers fit into shared memory. With a causal mask registers spill at 257 tokens.
@@ -146,8 +144,7 @@ class ForwardWork:
 
         units = self.units()
         lax.fori_loop(0, units, copy_unit, None)
-        empty = lambda s, _: pipeline.wait_for_slot(self.scratch.empty, units + s, SLOTS)
-        lax.fori_loop(0, SLOTS, empty, None)
+        pipeline.wait_for_readers(self.scratch.empty, units, SLOTS)
 
     def values(self) -> list[tuple[int, Ref]]:
         """Returns (first key, buffer [SLOTS, keys, d]) of each buffer of values."""
@@ -160,16 +157,14 @@ class ForwardWork:
 
         def compute_unit(unit, _):
             slot = lax.rem(unit, SLOTS)
-            first = lax.rem(warpgroup + unit * self.tiles, WARPGROUPS)
+            first = lax.rem(warpgroup + unit * self.tiles, COMPUTE)
             plgpu.barrier_wait(self.scratch.full.at[slot])
 
             def compute_tile(i, _):
-                number = first + i * WARPGROUPS
+                number = first + i * COMPUTE
                 self.compute_tile(Tile(warpgroup, unit, number, unit * self.tiles + number, slot))
 
-            lax.fori_loop(
-                0, (self.tiles - first + WARPGROUPS - 1) // WARPGROUPS, compute_tile, None
-            )
+            lax.fori_loop(0, (self.tiles - first + COMPUTE - 1) // COMPUTE, compute_tile, None)
             plgpu.barrier_arrive(self.scratch.empty.at[slot])
 
         lax.fori_loop(0, self.units(), compute_unit, None)
@@ -194,11 +189,9 @@ class ForwardWork:
         # Otherwise the compiler computes addresses before the loop over tiles, and spills them.
         tile = lax.optimization_barrier(tile)
         plgpu.barrier_wait(self.scratch.q_full.at[tile.warpgroup])
-        load: Callable[..., jax.Array] = plgpu.load  # of another signature before jax 0.11
-        queries = self.scratch.q.at[tile.warpgroup]
-        q = load(queries, layout=plgpu.Layout.WGMMA, optimized=False)
+        q = pipeline.load_as(self.scratch.q.at[tile.warpgroup])
         # Mosaic starts the copy once all threads have loaded.
-        self.copy_queries(tile.warpgroup, tile.turn + WARPGROUPS)
+        self.copy_queries(tile.warpgroup, tile.turn + COMPUTE)
         scores = self.scores(q, tile.slot)
 
         @pl.when(tile.turn > 0)
@@ -368,11 +361,9 @@ def attention(
     batch, tokens, heads, width = q.shape
     blocks = multiprocessors or tiles.multiprocessors()
 
-    def attention_forward_kernel(q, k, v, out, lse, *buffers):
+    def attention_forward_kernel(q, k, v, out, lse, scratch):
         block = lax.axis_index("block")
-        work = ForwardWork(
-            q, k, v, out, lse, heads, block, blocks, ForwardScratch(*buffers), causal
-        )
+        work = ForwardWork(q, k, v, out, lse, heads, block, blocks, scratch, causal)
         pipeline.specialize(work.copy, work.compute)
 
     buffers = forward_scratch.allocate(tokens, width, q.dtype)
@@ -381,7 +372,12 @@ def attention(
         jax.ShapeDtypeStruct((batch * heads * tokens,), jnp.float32),
     )
     run = pipeline.kernel(
-        attention_forward_kernel, types, buffers, blocks=blocks, interpret=interpret, fast_math=True
+        attention_forward_kernel,
+        types,
+        buffers,
+        blocks=blocks,
+        interpret=interpret,
+        compiler={"approx_math": True},
     )
     out, lse = run(*(x.reshape(batch * tokens, heads * width) for x in (q, k, v)))
     return out.reshape(q.shape), lse.reshape(batch, heads, tokens)

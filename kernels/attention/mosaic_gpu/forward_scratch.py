@@ -17,23 +17,22 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from swjax.kernels.mosaic_gpu.pipeline import Ref
+from swjax.kernels.mosaic_gpu.pipeline import COMPUTE, Ref, swizzled
 
 ROWS = 64  # queries that a warpgroup computes at a time: the rows of a wgmma product
 SWIZZLE_TOKENS = 8  # tokens of a swizzled tile of keys or values
 STEP = 16  # length of a wgmma product of 16 bits along its contracted axis
 SLOTS = 2  # number of heads whose keys and values are in shared memory
-WARPGROUPS = 2  # number of warpgroups that compute
 
 
 class ForwardScratch(NamedTuple):
-    """The shared memory of a block, in the order of the kernel's arguments.
+    """The shared memory of a block.
 
     Attributes:
       k: keys, [SLOTS, `copied_keys`, d].
       v: values, a buffer [SLOTS, n, d] for each (first key, n, features of a line) of `value_pieces`.
-      q, out: queries and outputs, [WARPGROUPS, ROWS, d].
-      lse: float32, [WARPGROUPS, ROWS].
+      q, out: queries and outputs, [COMPUTE, ROWS, d].
+      lse: float32, [COMPUTE, ROWS].
       full: a barrier for each slot; the copies of keys and values have arrived.
       empty: a barrier for each slot; both compute warpgroups have read the slot.
       q_full: a barrier for each compute warpgroup; its queries have arrived.
@@ -56,17 +55,17 @@ def allocate(tokens: int, width: int, dtype: jax.typing.DTypeLike) -> ForwardScr
     keys = copied_keys(tokens)
     pieces = value_pieces(keys, width)
     return ForwardScratch(
-        k=buffer((SLOTS, keys, width), dtype, (SWIZZLE_TOKENS, line(width))),
+        k=swizzled((SLOTS, keys, width), dtype, (SWIZZLE_TOKENS, line(width))),
         v=tuple(
-            buffer((SLOTS, n, width), dtype, (SWIZZLE_TOKENS, length)) for _, n, length in pieces
+            swizzled((SLOTS, n, width), dtype, (SWIZZLE_TOKENS, length)) for _, n, length in pieces
         ),
         q=row_buffer(width, dtype),
         out=row_buffer(width, dtype),
-        lse=plgpu.SMEM((WARPGROUPS, ROWS), jnp.float32),
+        lse=plgpu.SMEM((COMPUTE, ROWS), jnp.float32),
         full=plgpu.Barrier(num_arrivals=1 + len(pieces), num_barriers=SLOTS),
-        empty=plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=SLOTS),
-        q_full=plgpu.Barrier(num_barriers=WARPGROUPS),
-        turn=plgpu.Barrier(num_barriers=WARPGROUPS),
+        empty=plgpu.Barrier(num_arrivals=COMPUTE, num_barriers=SLOTS),
+        q_full=plgpu.Barrier(num_barriers=COMPUTE),
+        turn=plgpu.Barrier(num_barriers=COMPUTE),
     )
 
 
@@ -102,18 +101,11 @@ def value_pieces(keys: int, width: int) -> list[tuple[int, int, int]]:
     return [piece for piece in pieces if piece[1]]
 
 
-def buffer(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, tile: tuple[int, int]) -> Any:
-    """Describes shared memory in swizzled tiles of tile[0] tokens and tile[1] features of 16 bits."""
-    tiling: Any = plgpu.TilingTransform  # jax 0.12 types these two as abstract
-    swizzle: Any = plgpu.SwizzleTransform
-    return plgpu.SMEM(shape, dtype, transforms=(tiling(tile), swizzle(2 * tile[1])))
-
-
 def row_buffer(width: int, dtype: jax.typing.DTypeLike) -> Any:
     """Describes shared memory for ROWS queries or outputs of each warpgroup, which start at any token."""
-    shape = (WARPGROUPS, ROWS, width)
+    shape = (COMPUTE, ROWS, width)
     if line(width) == width:
-        return buffer(shape, dtype, (1, width))
+        return swizzled(shape, dtype, (1, width))
     return plgpu.SMEM(shape, dtype)
 
 

@@ -249,7 +249,7 @@ def matmul(
     m, n = a.values.size // k, b.values.shape[0]
     cluster = 2 if m > TILE_M else 1
     # The kernel adds arrays of 16 bits with the dtype of the result, through the same buffers.
-    fused = addend if addend is not None and _fits_buffers(addend, out_dtype) else None
+    fused = addend if addend is not None and fits_buffers(addend, out_dtype) else None
     tile = tile or mosaic_tile(n, k)
     if fused is not None:  # memory of a slot serves the addend
         tile = replace(tile, stages=min(tile.stages, 3))
@@ -267,11 +267,8 @@ def matmul(
         addend=fused is not None,
     )
 
-    def matmul_kernel(*refs):
-        *inputs, out = refs[: len(ProductRefs._fields) + 1]
-        scratch = Scratch(*refs[len(ProductRefs._fields) + 1 :])
-        block = lax.axis_index("block")
-        pipeline.run(MatmulWork(spec, ProductRefs(*inputs), out, scratch, block), scratch)
+    def matmul_kernel(inputs, out, scratch):
+        pipeline.run(MatmulWork(spec, inputs, out, scratch, lax.axis_index("block")), scratch)
 
     y = pipeline.launch(
         matmul_kernel,
@@ -282,14 +279,15 @@ def matmul(
         cluster=cluster,
         addend=spec.addend,
         interpret=interpret,
-    )(*_inputs(spec, a, b, bias, fused))
+    )(_inputs(spec, a, b, bias, fused))
     y = y.reshape(*a.values.shape[:-1], n)
     if addend is None or fused is not None:
         return y
     return (y.astype(jnp.float32) + addend.astype(jnp.float32)).astype(out_dtype)
 
 
-def _fits_buffers(addend: jax.Array, out_dtype: str) -> bool:
+def fits_buffers(addend: jax.Array, out_dtype: str) -> bool:
+    """Whether a kernel can read an addend through the buffers of its output."""
     return addend.dtype == out_dtype and addend.dtype.itemsize == 2
 
 
@@ -328,16 +326,11 @@ def why_not(
     remedy: str = "triton",
 ) -> Unavailable | None:
     """Why `matmul` cannot multiply these; None: it can. `remedy` is the implementation to name instead."""
-    if a.values.dtype != b.values.dtype and jax.__version_info__ < (0, 11):
-        return Unavailable(
-            f"needs jax 0.11 for operands of two types, got {a.values.dtype} and "
-            f"{b.values.dtype} with jax {jax.__version__}: update jax, or use {remedy!r}"
-        )
+    if reason := pipeline.why_not_dtypes(a.values.dtype, b.values.dtype, remedy=remedy):
+        return reason
     k, n = a.values.shape[contract[0]], b.values.size // b.values.shape[contract[1]]
     piece = pipeline.piece_of(out_dtype or "bfloat16")
     lengths = {"rows": (a.values.size // k, 8), "k": (k, 128), "n": (n, piece)}
     if reason := pipeline.why_not_multiples(lengths, remedy=remedy):
         return reason
-    # A tile is written in pieces. Mosaic drops dimensions of size 1 from a copy, with their index. So if the
-    # result has one piece, those past its edge would overwrite it instead of being clipped.
-    return None if n > piece else Unavailable(f"needs n above {piece}, got {n}: use {remedy!r}")
+    return pipeline.why_not_columns(n, piece, remedy)

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from swjax.kernels import tiles
 from swjax.kernels.availability import Unavailable
@@ -27,7 +26,7 @@ PIECE = 32  # columns that are written at a time; they divide COLUMNS
 
 
 class ProductSumRefs(NamedTuple):
-    """Refs to the operands and scales of the sum of the products a[i] b[i]T.
+    """Arrays of the sum of the products a[i] b[i]T, or refs to them.
 
     Attributes:
       a: for each product, [m, k] int8 or fp8.
@@ -100,8 +99,7 @@ class MatmulSumWork(TiledWork):
             sums = sum_steps(i * self.spec.steps, self.spec.steps).astype(jnp.float32)
             return total + sums * lax.broadcast_in_dim(scale, sums.shape, (0,))
 
-        nothing = plgpu.layout_cast(jnp.zeros((HALF, COLUMNS), jnp.float32), plgpu.Layout.WGMMA)
-        return lax.fori_loop(0, len(self.inputs.a), add_product, nothing)
+        return lax.fori_loop(0, len(self.inputs.a), add_product, pipeline.zeros((HALF, COLUMNS)))
 
     def store(self, unit: jax.Array, total: jax.Array, half: jax.Array) -> None:
         pieces, to = lambda at: total[:, at : at + PIECE], self.out.at[self.area(unit, half)]
@@ -137,15 +135,17 @@ def matmul_sum(
     blocks = (multiprocessors or tiles.multiprocessors()) // cluster
     spec = MatmulSumSpec(m, pl.cdiv(k, LINE), grid, blocks, cluster, tile)
 
-    def matmul_sum_kernel(*refs):
-        operands, (a_scale, b_scale, out, *buffers) = refs[: 2 * len(a)], refs[2 * len(a) :]
-        inputs = ProductSumRefs(operands[: len(a)], operands[len(a) :], a_scale, b_scale)
-        scratch = Scratch(*buffers)
-        work = MatmulSumWork(spec, inputs, out, scratch, lax.axis_index("block"))
-        pipeline.run(work, scratch)
+    def matmul_sum_kernel(inputs, out, scratch):
+        pipeline.run(MatmulSumWork(spec, inputs, out, scratch, lax.axis_index("block")), scratch)
 
     rows = grid[0] * cluster * TILE_M if m % HALF else m
     a_scale = jnp.stack([jnp.broadcast_to(q.scale.reshape(-1), (m,)) for q in a])
+    inputs = ProductSumRefs(
+        a=tuple(q.values.reshape(m, k) for q in a),
+        b=tuple(q.values for q in b),
+        a_scale=jnp.pad(a_scale, ((0, 0), (0, rows - m))),
+        b_scale=jnp.concatenate([q.scale.reshape(-1) for q in b]),
+    )
     y = pipeline.launch(
         matmul_sum_kernel,
         jax.ShapeDtypeStruct((m, n), out_dtype),
@@ -155,12 +155,7 @@ def matmul_sum(
         cluster=cluster,
         piece=PIECE,
         interpret=interpret,
-    )(
-        *(q.values.reshape(m, k) for q in a),
-        *(q.values for q in b),
-        jnp.pad(a_scale, ((0, 0), (0, rows - m))),
-        jnp.concatenate([q.scale.reshape(-1) for q in b]),
-    )
+    )(inputs)
     return y.reshape(*shape, n)
 
 
