@@ -6,7 +6,8 @@ from collections.abc import Collection
 # Parts of paths of parameters that language models keep in 16 bits; a part is what stands between slashes.
 _KEPT = {
     "lora": r"\w*lora_?[ab](?:_\w+)?",
-    "head": r"(?:\w+_)?head|logits?(?:_?dense)?|lm_logits|embed_out|unembed\w*|output_(?:layer|projection)",
+    "head": r"(?:\w+_)?head|(?:\w+_)?logits?(?:_?dense)?|classifier|embed_out|unembed\w*"
+    r"|output_(?:layer|projection)",
     "router": r"\w*router\w*|\w*expert_gate|gating",
     "gate": r"gate",
     "embedding": r"\w*embed\w*|wte|wpe|(?:\w+_)?emb",

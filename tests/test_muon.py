@@ -401,6 +401,9 @@ def test_matrices_are_guessed_from_names_and_metadata(capsys):
     optimizer = muon(0.1, weight_decay=0.0)
     updates, _ = optimizer.update(grads, optimizer.init(params), params)
     assert len(capsys.readouterr().out.splitlines()) == 1
+    assert stacked_axes({"relative_position_bias": jnp.ones((8, 3, 3))}) == {
+        "relative_position_bias": ()
+    }
     axes = stacked_axes(params)["layers"]
     assert axes["attn"]["query"] == {"kernel": (0,), "bias": (0,)}
     assert axes["mlp"]["kernel"].get_value() == (1,)

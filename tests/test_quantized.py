@@ -523,6 +523,7 @@ model/layers/0/mlp/gate/weight  model/layers/0/mlp/shared_expert_gate/weight
 model/layers/0/block_sparse_moe/gate/kernel  model.embed_tokens.weight  model.layers.0.mlp.gate.weight
 transformer/wte/embedding  transformer/wpe/embedding  transformer/h/0/ln_1/scale  transformer/ln_f/scale
 score/head/kernel  decoder/logitdense/kernel  output/kernel  layers/0/attn/q_proj/w_lora_a
+classifier/kernel  to_logits/kernel
 layers/0/attn/q_proj/kernel_lora_b  layers/0/self_attn/q_proj/lora_A/default/weight
 transformer/layers/0/LayerNorm_0/scale  blocks/0/norm1/scale
 """.split()

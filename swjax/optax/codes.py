@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -114,6 +115,7 @@ def _range(largest: jax.Array, smallest: jax.Array) -> Ranges:
     return Ranges(jnp.where(is_finite, base, _NAN), jnp.where(is_finite, step, 0))
 
 
+@partial(jax.jit, static_argnames="half")  # else an eager `init` compiles every operation
 def encode(
     x: jax.Array, seed: jax.typing.ArrayLike, ranges: Ranges | None = None, half: int = 0
 ) -> EightBits:
@@ -142,6 +144,7 @@ def encode(
     return EightBits(code.astype(jnp.int8), *ranges)
 
 
+@jax.jit
 def decode(x: EightBits) -> jax.Array:
     """The float32 array of `encode`.
 

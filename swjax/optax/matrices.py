@@ -162,7 +162,7 @@ def _names(leaf: Any) -> Sequence[Any]:
 
 def _axes_of(name: str, shape: tuple[int, ...], blocks: tuple[int, ...]) -> MatrixAxes | None:
     ndim = len(shape)
-    if ndim < 2 or re.fullmatch(r"(.*/)?(bias|scale)", name):
+    if ndim < 2 or re.fullmatch(r"(.*[/_])?(bias|scale)(_table)?", name):
         return None
     rest = [axis for axis in range(ndim) if axis not in blocks]
     known = [kinds for end, kinds in _FAMILIES.items() if re.search(rf"(^|/){end}$", name)]
