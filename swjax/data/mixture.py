@@ -38,7 +38,9 @@ class Mixture:
         (1010, 'many: 2')
         """
         if not parts:
-            raise ValueError("a mixture needs at least one source, got 0: add sources")
+            raise ValueError(
+                "a mixture needs at least one source, got 0: name them in a config file, see docs/data.md"
+            )
         for name, part in parts.items():
             if not isinstance(part, tuple | list) or len(part) != 2:
                 raise ValueError(
