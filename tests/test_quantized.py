@@ -199,6 +199,13 @@ def test_variables_that_a_function_adds_to_a_model_are_dropped_with_a_warning():
         swjax.quantized(lambda model, x: model(x))(Model(), X)
 
 
+def test_a_parameter_without_a_tree_has_a_path():
+    """Its product counted as one of two activations, whose input gradients are two."""
+    report = swjax.quantized(lambda w, x: x @ w, {".*": "switchback"}).report(draw(WIDTH, WIDTH), X)
+    assert [product.path for product in report] == ["."]
+    assert (report.share, report.input_gradient_share) == (1, 1)
+
+
 def test_an_array_named_value_keeps_its_name():
     """Its path lacked the name, as that of Flax's variables does, so no rule reached it."""
     params = {"attention": {name: draw(WIDTH, WIDTH) for name in ("query", "key", "value")}}
