@@ -455,6 +455,13 @@ def test_parameters_that_a_function_with_its_own_gradient_returns_are_followed()
     np.testing.assert_array_equal(int8(int8.freeze(params, X), X), int8(params, X))
 
 
+def test_a_captured_batch_is_a_constant_and_the_warning_says_so():
+    with pytest.warns(
+        UserWarning, match="'.' stays, because: one operand is a constant.* arguments"
+    ):
+        swjax.quantized(lambda w: X @ w, "llm")(draw(WIDTH, WIDTH))
+
+
 def test_rules_that_reach_less_than_half_warn():
     params = [draw(WIDTH, WIDTH) for _ in range(3)]
     apply = lambda ws, x: custom(custom(x @ ws[0], ws[1]), ws[2])

@@ -27,7 +27,7 @@ from swjax.linear.conversion import (
 )
 from swjax.linear.frozen import FrozenWeight, freeze
 from swjax.linear.layouts import TOKENS, known_spec
-from swjax.linear.program_plan import Choice, Origin, Planner
+from swjax.linear.program_plan import CONSTANT, Choice, Origin, Planner
 from swjax.linear.program_report import ProgramReport
 from swjax.linear.program_run import Plan, run
 from swjax.recipes import Recipe
@@ -452,6 +452,8 @@ def _warn(planner: Planner) -> None:
     for product in missed if converted else planner.products:
         if product.path:
             message = f"rules quantize {much}; {product.path!r} stays, because: {product.reason}"
+            if product.reason == CONSTANT:
+                report = "pass arrays that the function captures, such as a batch, as arguments"
             break
     warnings.warn(f"{message}; {report}", stacklevel=3)
 
