@@ -7,6 +7,7 @@ policy saves, and `finish_gradients` frees it earlier on several devices.
 """
 
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -55,6 +56,7 @@ def store_in_8_bits(function: Callable[..., Any], *, group: int = 128) -> Callab
 
     Raises:
       ValueError: `group` is below 16.
+      TypeError: in a call, `function` changes a variable of an NNX model, such as a random counter.
 
     >>> layer = lambda w, x: jnp.sin(x @ w)
     >>> w, x = jnp.eye(64), jnp.ones((2, 3, 64))
@@ -71,10 +73,11 @@ def store_in_8_bits(function: Callable[..., Any], *, group: int = 128) -> Callab
         raise ValueError(
             f"group must be at least {_SMALLEST_GROUP} features, got {group}: pass 128"
         )
-    stored = jax.custom_vjp(function)
+    call = _unchanging(function)
+    stored = jax.custom_vjp(call)
 
     def forward(*args):
-        y, backward = jax.vjp(function, *args)
+        y, backward = jax.vjp(call, *args)
         tokens = jax.tree.leaves(y)[0].shape[:-1]
         # A weight [k, n] looks like the activations of k tokens.
         kept = {id(leaf) for leaf in jax.tree.leaves(args)} if len(tokens) < 2 else set()
@@ -97,6 +100,27 @@ def store_in_8_bits(function: Callable[..., Any], *, group: int = 128) -> Callab
 
     stored.defvjp(forward, backward)
     return stored
+
+
+def _unchanging(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`; a call that changes an NNX variable, which would be lost, raises a TypeError."""
+
+    def call(*args):
+        nnx = sys.modules.get("flax.nnx")
+        kind = nnx.Variable if nnx else ()
+        nodes = jax.tree.leaves(args, is_leaf=lambda node: isinstance(node, kind))
+        before = [(node, node.get_value()) for node in nodes if isinstance(node, kind)]
+        y = function(*args)
+        for variable, value in before:
+            if variable.get_value() is not value:
+                raise TypeError(
+                    "store_in_8_bits needs a function that changes no variable of an NNX model, got one that "
+                    f"changes a {type(variable).__name__}: pass random numbers and states as arrays, and "
+                    "return new states"
+                )
+        return y
+
+    return call
 
 
 @jax.custom_vjp

@@ -605,7 +605,7 @@ def describe_model(model: nnx.Module, *inputs: Any, **kwargs: Any) -> Conversion
         kind = type(module)
         of_model = not kind.__module__.startswith("flax.")
         conversion.note(path, kind.__name__, own, *_recipe_of(path, modules), of_model)
-        if nnx_blocks.is_fused(module):
+        if nnx_blocks.runs_fused(module):
             conversion.fused.append(path)
     if not inputs and not kwargs:
         return conversion

@@ -54,6 +54,14 @@ def is_fused(block: nnx.Module) -> bool:
     return hasattr(type(block), "_unfused_class")
 
 
+def runs_fused(block: Any) -> bool:
+    """Whether `fuse` changed a module, and its layers still fit together: others may have replaced them."""
+    if not is_fused(block):
+        return False
+    _, names, together = type(block)._made_from
+    return together(*(getattr(block, name) for name in names)) is not None
+
+
 def restore(block: Any) -> None:
     """Undoes `fuse`."""
     if is_fused(block):

@@ -99,6 +99,15 @@ def test_a_config_file_without_get_config_is_one_line(capsys, tmp_path):
     assert error.count("\n") == 1
 
 
+def test_a_misspelt_key_in_a_config_file_is_named_alone(capsys, tmp_path):
+    text = "from configs.common import get_config as common\n\ndef get_config():\n"
+    (tmp_path / "own.py").write_text(f"{text}    config = common()\n    config.train.stepz = 3\n")
+    assert train.main(["train.py", f"--config={tmp_path}/own.py", "--workdir=w"]) == 2
+    error = capsys.readouterr().err
+    assert 'Key "stepz" does not exist' in error and 'Did you mean "steps"' in error
+    assert error.count("\n") == 1 and "batch_size" not in error and "\\n" not in error
+
+
 BAD_CONFIGS = {
     "unknown recipe": (["model.recipe=switchbak"], "'switchback'"),
     "unknown model": (["model.name=vit_b33"], "'vit_b32'"),

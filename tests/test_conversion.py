@@ -250,13 +250,16 @@ def test_linen_says_the_same(recipe):
         for _ in range(2):  # every matrix has one row, however often the model is called
             jax.eval_shape(model.apply, params, X)
         converted = apply()
+    count, elements = (
+        (0, "0 of 296 elements (0%)") if recipe == "standard" else (2, "128 of 296 elements (43%)")
+    )
     table = f"""
         plain    Dense.kernel         8 x 8      {recipe}
         ours     Dense.kernel         8 x 8      {recipe}
         general  DenseGeneral.kernel  8 x 2 x 4  -             no expression matches its path
         table    Embed.embedding      5 x 8      -             takes no dot_general
         .        LinenModel.mixing    8 x 8      -             takes no dot_general
-        2 of 5 matrices converted, 128 of 296 elements (43%)
+        {count} of 5 matrices converted, {elements}
         {recipe}: {PRODUCTS[recipe]}
         1 that LinenModel may multiply: only swjax.quantized(model.apply, "llm") converts them"""
     assert str(conversion).split() == table.split()
@@ -484,6 +487,7 @@ def test_gated_mlps_of_other_projects_are_recognised(kind):
     model.mlp.factor = 1.0
     swjax.nnx.quantize_model(model, {"mlp/up_proj": "llm_int8"})
     assert "gated" not in operations(model.mlp, x)
+    assert not swjax.nnx.describe_model(model).fused
     swjax.nnx.restore_model(model)
     assert type(model.mlp) is kind and nnx.graphdef(model) == nnx.graphdef(
         nnx.Dict(mlp=kind(nnx.Rngs(0)))
@@ -505,11 +509,19 @@ def test_other_blocks_are_not(make):
     assert not swjax.nnx.describe_model(swjax.nnx.quantize_model(model, {".*": "switchback"})).fused
 
 
+def test_a_layer_in_standard_is_not_counted_as_converted():
+    model = nnx.Dict({name: nnx.Linear(8, 8, rngs=nnx.Rngs(0)) for name in ("a", "b")})
+    swjax.nnx.quantize_model(model, {"a": "standard", "b": "switchback"})
+    report = str(swjax.nnx.describe_model(model))
+    assert "1 of 2 matrices converted, 64 of 128 elements (50%)" in report
+
+
 def test_prequantized_gated_mlps_run_layer_by_layer():
     model = swjax.nnx.quantize_model(nnx.Dict(mlp=GatedMLP(nnx.Rngs(0))), {".*": "switchback"})
     want = model.mlp(X)
     swjax.nnx.quantize_model(swjax.serving.prequantize(model), {".*": "switchback"})
     assert "gated" not in operations(model.mlp, X)
+    assert not swjax.nnx.describe_model(model).fused
     np.testing.assert_allclose(model.mlp(X), want, rtol=1e-4, atol=1e-5)
 
 

@@ -199,6 +199,13 @@ def test_variables_that_a_function_adds_to_a_model_are_dropped_with_a_warning():
         swjax.quantized(lambda model, x: model(x))(Model(), X)
 
 
+def test_a_parameter_without_a_tree_has_a_path():
+    """Its product counted as one of two activations, whose input gradients are two."""
+    report = swjax.quantized(lambda w, x: x @ w, {".*": "switchback"}).report(draw(WIDTH, WIDTH), X)
+    assert [product.path for product in report] == ["."]
+    assert (report.share, report.input_gradient_share) == (1, 1)
+
+
 def test_an_array_named_value_keeps_its_name():
     """Its path lacked the name, as that of Flax's variables does, so no rule reached it."""
     params = {"attention": {name: draw(WIDTH, WIDTH) for name in ("query", "key", "value")}}
@@ -446,6 +453,13 @@ def test_parameters_that_a_function_with_its_own_gradient_returns_are_followed()
     np.testing.assert_allclose(gradient(apply), 2 * gradient(plain), rtol=1e-5)
     int8 = swjax.quantized(blocks_in_order, "llm")
     np.testing.assert_array_equal(int8(int8.freeze(params, X), X), int8(params, X))
+
+
+def test_a_captured_batch_is_a_constant_and_the_warning_says_so():
+    with pytest.warns(
+        UserWarning, match="'.' stays, because: one operand is a constant.* arguments"
+    ):
+        swjax.quantized(lambda w: X @ w, "llm")(draw(WIDTH, WIDTH))
 
 
 def test_rules_that_reach_less_than_half_warn():

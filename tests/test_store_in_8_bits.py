@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax import lax
 
 import swjax
@@ -99,6 +100,17 @@ def test_a_weight_is_no_activation_of_as_many_tokens():
 def test_a_group_that_is_too_small_is_refused():
     with pytest.raises(ValueError, match="group must be at least 16 features, got 8: pass 128"):
         store_in_8_bits(layer, group=8)
+
+
+def test_a_model_with_a_random_counter_is_refused():
+    """The counter stayed at its value, so every step dropped the same elements."""
+    block = nnx.Sequential(nnx.Linear(96, 96, rngs=nnx.Rngs(0)), nnx.Dropout(0.5))
+    call = store_in_8_bits(lambda block, rngs, x: block(x, rngs=rngs))
+    with pytest.raises(TypeError, match="changes no variable .* a RngCount: pass random numbers"):
+        call(block, nnx.Rngs(0), draw(*SHAPE))
+    block.eval()
+    gradient = nnx.grad(lambda block, x: jnp.sum(call(block, nnx.Rngs(0), x)))(block, draw(*SHAPE))
+    assert gradient["layers"][0]["kernel"].shape == (96, 96)
 
 
 @pytest.mark.parametrize("call", [layer, jax.checkpoint(layer)])

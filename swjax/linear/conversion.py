@@ -120,7 +120,7 @@ class Conversion(list[Matrix]):
         ]
         widths = [max(map(len, column)) for column in zip(*rows)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        converted = [matrix for matrix in self if matrix.recipe is not None]
+        converted = [matrix for matrix in self if matrix.recipe not in (None, Recipe())]
         part, whole = elements(converted), elements(self)
         share = f"{part:,} of {whole:,} elements ({part / max(whole, 1):.0%})"
         lines.append(f"{len(converted)} of {len(self)} matrices converted, {share}")

@@ -27,7 +27,7 @@ from swjax.linear.conversion import (
 )
 from swjax.linear.frozen import FrozenWeight, freeze
 from swjax.linear.layouts import TOKENS, known_spec
-from swjax.linear.program_plan import Choice, Origin, Planner
+from swjax.linear.program_plan import CONSTANT, Choice, Origin, Planner
 from swjax.linear.program_report import ProgramReport
 from swjax.linear.program_run import Plan, run
 from swjax.recipes import Recipe
@@ -365,15 +365,15 @@ def _is_frozen(leaf: Any) -> bool:
 
 
 def _named(tree: Any, is_leaf: Callable[[Any], bool] = _is_frozen) -> list[tuple[str, Any]]:
-    """The path and the leaf of each parameter; Flax's variables and boxes add no key to paths."""
+    """The path and the leaf of each parameter, "." for a tree of one; Flax's boxes add no key to paths."""
     names = {"flax.nnx": "Variable", "flax.core.meta": "AxisMetadata"}
     holders = tuple(getattr(sys.modules[m], n) for m, n in names.items() if m in sys.modules)
     stops = lambda node: is_leaf(node) or isinstance(node, holders)
     named = []
     for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=stops):
         for below, leaf in jax.tree_util.tree_leaves_with_path(node, is_leaf=is_leaf):
-            keys = (*path, *below[1:])
-            named.append((jax.tree_util.keystr(keys, simple=True, separator="/"), leaf))
+            name = jax.tree_util.keystr((*path, *below[1:]), simple=True, separator="/")
+            named.append((name or ".", leaf))
     return named
 
 
@@ -452,6 +452,8 @@ def _warn(planner: Planner) -> None:
     for product in missed if converted else planner.products:
         if product.path:
             message = f"rules quantize {much}; {product.path!r} stays, because: {product.reason}"
+            if product.reason == CONSTANT:
+                report = "pass arrays that the function captures, such as a batch, as arguments"
             break
     warnings.warn(f"{message}; {report}", stacklevel=3)
 

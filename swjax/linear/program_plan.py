@@ -38,6 +38,8 @@ from swjax.linear.program_run import (
 )
 from swjax.recipes import QUANTIZED_DTYPES, Recipe
 
+CONSTANT = "one operand is a constant, or both are parameters"
+
 
 class Choice(NamedTuple):
     """The recipe that rules give a parameter, or the reason why they give none.
@@ -221,7 +223,7 @@ class Planner:
             return Choice(None, "both operands are activations")
         origin = known[0]
         if len(known) > 1 or not origin.paths:
-            return Choice(None, "one operand is a constant, or both are parameters")
+            return Choice(None, CONSTANT)
         if opaque or origin.changed:
             return Choice(None, opaque or f"{origin.changed} changes the parameter first")
         choice, (ragged, groups, numbers) = self.choices[origin.paths[0]], _dimensions(eqn)

@@ -144,9 +144,9 @@ def _run_file(file: str) -> ConfigDict:
             )
         config = module.get_config(*([argument] if argument else []))
     except Exception as error:  # a user's file may raise anything
-        raise ConfigError(
-            f"config file {file!r}: {type(error).__name__}: {one_line(error)}"
-        ) from error
+        # For an unknown key ml_collections prints the whole section before the nearest key.
+        reason = re.sub(r' Other fields present: .*?}"', "", one_line(error)).replace("\\n", " ")
+        raise ConfigError(f"config file {file!r}: {type(error).__name__}: {reason}") from error
     finally:
         for folder in folders:
             sys.path.remove(folder)
