@@ -195,6 +195,12 @@ def test_an_init_outside_of_jit_compiles_few_operations():
     assert len(jax.make_jaxpr(init)({"w": jnp.ones((64, 128))}).eqns) < 30
 
 
+def test_moments_in_8_bits_twice_are_one_line():
+    inside = optax.chain(eight_bit_moments(stable_adamw(1e-3)))
+    with pytest.raises(ValueError, match="wraps already: remove one of the two"):
+        eight_bit_moments(inside).init({"w": jnp.ones((64, 128))})
+
+
 def test_a_guard_inside_is_one_line():
     inside = per_tensor_guard(eight_bit_moments(stable_adamw(1e-3)), 8.0)
     with pytest.raises(ValueError, match="wrap eight_bit_moments around it"):

@@ -8,7 +8,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from swjax.optax.codes import BLOCK, EightBitMomentsState, EightBits, Ranges, decode, encode
+from swjax.optax.codes import (
+    BLOCK,
+    EightBitMomentsState,
+    EightBits,
+    Ranges,
+    decode,
+    encode,
+    has_eight_bits,
+)
 from swjax.optax.scaling import PerTensorGuardState
 from swjax.optax.stable import StableAdamWState
 from swjax.optax.tensors import join
@@ -51,7 +59,8 @@ def eight_bit_moments(
       64, or of 64 bits stay as they are.
 
     Raises:
-      ValueError: `fields` is empty or a single string, or the state of the optimizer has none of the fields.
+      ValueError: `fields` is empty or a single string, or the state of the optimizer has none of the fields
+        or has moments in 8 bits already.
 
     >>> params = {"w": jnp.ones((64, 128))}
     >>> optimizer = eight_bit_moments(optax.adam(1e-3))
@@ -93,6 +102,11 @@ def eight_bit_moments(
     def init(params):
         # Without the barrier, XLA would round the zeros while it compiles.
         inner = jax.lax.optimization_barrier(optimizer.init(params))
+        if has_eight_bits(inner):
+            raise ValueError(
+                "eight_bit_moments needs an optimizer with float moments, got one that eight_bit_moments "
+                "wraps already: remove one of the two"
+            )
         return encoded(inner, jnp.zeros([], jnp.int32))
 
     def update(grads, state, params=None, **extra_args):
