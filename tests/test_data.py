@@ -311,4 +311,4 @@ def test_random_boxes_have_the_shares_and_shapes_that_were_asked_for():
     assert 0.7 < (w / h).min() < 0.85 and 1.15 < (w / h).max() < 1.4
     assert (top + bottom).std() > 6 and (left + right).std() > 6
     narrow = pixels.random_box(4, 400, rng)
-    assert narrow == (slice(0, 4), slice(197, 202))  # the middle, as no such rectangle fits
+    assert narrow == (slice(0, 4), slice(197, 202))  # no such rectangle fits: the middle

@@ -174,7 +174,7 @@ def wait_for_slot(empty: Ref, used: jax.Array, stages: int) -> None:
 
 
 def wait_for_readers(empty: Ref, used: jax.Array, stages: int) -> None:
-    """Waits until every slot of a ring of which `used` steps were copied is empty.
+    """Waits until all slots of a ring are empty, after the copies of `used` steps.
 
     A block that ends while its neighbour still signals it would leave the cluster in error.
     """
