@@ -171,7 +171,9 @@ def draw_language_models(figure) -> None:
     axes.set_xlabel("thousand tokens per second", fontsize=9)
     ours = rates["8b_fsdp4"]["switchback_hadamard+fused"]
     over = [ours / rates["8b_fsdp4"][peer] for peer in ("flax", "torch float8_tensorwise")]
-    answer = "Whole steps in int8: {:.2f} times as fast as Flax's bf16, {:.2f} times torchao's float8"
+    answer = (
+        "Whole steps in int8: {:.2f} times as fast as Flax's bf16, {:.2f} times torchao's float8"
+    )
     say(figure, answer.format(*over))
 
 
