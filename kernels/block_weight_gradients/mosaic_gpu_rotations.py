@@ -25,9 +25,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from swjax.kernels import tiles
 from swjax.kernels.formats import INVERSE, LARGEST, SMALLEST_ABSMAX
 from swjax.kernels.mosaic_gpu import pipeline
+from swjax.kernels.mosaic_gpu.assignment import Assignment, assign
 from swjax.kernels.mosaic_gpu.pipeline import Ref
 from swjax.kernels.rotations.reference import rotation_matrix
 
@@ -106,7 +106,7 @@ class Rotation:
       values: [n, blocks of tokens * length].
       scale: [blocks of tokens, n].
       steps: number of steps of a block of tokens.
-      blocks: number of blocks of threads that share the units.
+      assignment: which block of threads processes which units.
       block: number of this block of threads.
       scratch: its shared memory.
     """
@@ -117,7 +117,7 @@ class Rotation:
     values: Ref
     scale: Ref
     steps: int
-    blocks: int
+    assignment: Assignment
     block: jax.Array
     scratch: RotationScratch
 
@@ -132,11 +132,12 @@ class Rotation:
 
     def units(self) -> jax.Array:
         across = pl.cdiv(self.scale.shape[1], COLUMNS)
-        return pipeline.unit_count(self.count() * across, self.block, self.blocks)
+        return self.assignment.count(self.count() * across, self.block)
 
     def place(self, unit: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the block of tokens of a unit, and its first column."""
-        number, across = self.block + unit * self.blocks, pl.cdiv(self.scale.shape[1], COLUMNS)
+        number = self.assignment.number(self.block, unit)
+        across = pl.cdiv(self.scale.shape[1], COLUMNS)
         return number // across, lax.rem(number, across) * COLUMNS
 
     def copy(self) -> None:
@@ -288,13 +289,14 @@ def quantize_blocks(
     Returns:
       Values [n, count * length] and scales [count, n].
     """
-    n = x.shape[1]
-    blocks = multiprocessors or tiles.multiprocessors()
+    n, steps = x.shape[1], length // ROTATION
+    # A step of a block of tokens takes as long as one of a product: it waits for memory.
+    assignment = assign(count * pl.cdiv(n, COLUMNS), steps, multiprocessors=multiprocessors)
     factors = None if present is None else _by_block(present, count, length)
 
     def weight_gradient_rotation_kernel(x, matrix, factors, values, scale, scratch):
-        block, steps = lax.axis_index("block"), length // ROTATION
-        work = Rotation(x, matrix, factors, values, scale, steps, blocks, block, scratch)
+        block = lax.axis_index("block")
+        work = Rotation(x, matrix, factors, values, scale, steps, assignment, block, scratch)
         pipeline.specialize(work.copy, work.compute)
 
     out = (
@@ -305,7 +307,7 @@ def quantize_blocks(
         weight_gradient_rotation_kernel,
         out,
         shared_memory(x.dtype),
-        blocks=blocks,
+        blocks=assignment.clusters,
         interpret=interpret,
     )
     return run(x, matrix(x.dtype), factors)
