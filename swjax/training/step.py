@@ -18,7 +18,7 @@ from swjax import data, diagnostics, losses
 from swjax.diagnostics import NamedIndex
 from swjax.diagnostics.names import FEATURE_MAX, FEATURE_MEAN, SKIPPED
 from swjax.models import clip, sharding
-from swjax.optax import decoded_moments, loss_scale, path_name, skipped_by_path, unscale
+from swjax.optax import loss_scale, path_name, skipped_by_path, unscale
 from swjax.training.accumulation import LossAndGrad, Seen, accumulated, at_once
 from swjax.training.log.packed import PackedMetrics, pack
 from swjax.training.optimizer import combine, ema_decay, split_frozen, updates_made
@@ -175,7 +175,6 @@ def rms(c: ConfigDict, opt_state: Any, grads: Any) -> Metrics:
         return {}
     if c.grad_clip_norm:  # as in AdamW's chain; XLA deduplicates the two
         grads, _ = optax.clip_by_global_norm(c.grad_clip_norm).update(grads, optax.EmptyState())
-    opt_state = decoded_moments(opt_state)
     return diagnostics.adamw_rms(opt_state, grads, b2=c.b2, eps=c.eps, block_axes=clip.block_axes)
 
 
