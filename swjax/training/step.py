@@ -49,7 +49,7 @@ def make_train_step(
     def train_step(state: State, batch: Batch) -> tuple[State, PackedMetrics]:
         step, before = state["step"], state["opt_state"]
         trainable, frozen = split_frozen(state["params"], config.optimizer.freeze)
-        scale = loss_scale(before) if scaling else 1.0
+        scale = factor_of_loss(config, state)
         loss, seen, grads = loss_and_grad(trainable, frozen, batch, step_key(config, step), scale)
         updates, opt_state = optimizer.update(grads, before, trainable)
         updated = limit_logit_scale(config, optax.apply_updates(trainable, updates))
@@ -84,6 +84,11 @@ def make_train_step(
         return new, pack(metrics | {"train/nonfinite": bad})
 
     return train_step
+
+
+def factor_of_loss(config: ConfigDict, state: State) -> jax.typing.ArrayLike:
+    """The factor of the loss in the next step: the loss scale, or 1 without loss scaling."""
+    return loss_scale(state["opt_state"]) if config.optimizer.loss_scaling else 1.0
 
 
 def limit_logit_scale(config: ConfigDict, trainable: Any) -> Any:
