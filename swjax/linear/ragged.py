@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from swjax.kernels import dispatch
 from swjax.kernels.reference import QTensor
