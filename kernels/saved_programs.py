@@ -21,7 +21,6 @@ import jax
 from swjax.kernels import targets
 from swjax.kernels.block_formats.reference import Blocks
 from swjax.kernels.formats import QTensor
-from swjax.kernels.mosaic_gpu import assignment
 
 PLATFORM = "cuda"
 FOLDER = "swjax_kernels"
@@ -92,8 +91,7 @@ def _folder() -> Path | None:
 
 def _name(options: tuple[Any, ...], like: tuple[Any, ...]) -> str:
     settings = tuple(map(_setting, SETTINGS))
-    blocks = assignment.most_units() if "mosaic_gpu" in options else None
-    described = repr((_environment(), targets.current(), settings, blocks, options, like))
+    described = repr((_environment(), targets.current(), settings, options, like))
     return hashlib.sha256(described.encode()).hexdigest()
 
 
