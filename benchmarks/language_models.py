@@ -12,10 +12,10 @@ chunks, and optax's AdamW or --optimizer, with donated buffers. The embedding, t
 bf16 in every arm; parameters are in float32. Arms: "flax" is plain Flax NNX in bf16, with
 `jax.lax.ragged_dot` for experts; a recipe alone is the same model converted by
 `swjax.nnx.quantize_model(blocks, {".*": recipe})`; "+fused" are the operations of swjax called by hand;
-"+8_bits" stores activations in int8; "+persistent" launches kernels on several devices as on one; the others
-are Flax's fp8 products and Qwix. PyTorch has its own program, language_models_torch.py, with the same shapes.
-With --mesh, devices share a whole step by FSDP: see language_models_fsdp.py. The batch is that of each
-device, and `efficiency` is the time of one device in the same run over the time of several.
+"+8_bits" stores activations in int8; the others are Flax's fp8 products and Qwix. PyTorch has its own
+program, language_models_torch.py, with the same shapes. With --mesh, devices share a whole step by FSDP: see
+language_models_fsdp.py. The batch is that of each device, and `efficiency` is the time of one device in the
+same run over the time of several.
 
 Data are random and on the device. Times are wall-clock times over consecutive calls, the median of three.
 Kernel times come from CUPTI, those of several devices from the profiler, a step. Memory is XLA's plan for a
@@ -23,7 +23,6 @@ device, and "saved_gib" that of the arrays that blocks save for the backward pas
 as it is measured, and none starts after --seconds. `ratio` is the speed-up over "flax" in the same run.
 """
 
-import contextlib
 import itertools
 import sys
 import time
@@ -62,7 +61,6 @@ from benchmarks.scaling_case import exchanged
 from benchmarks.scaling_profile import profile
 from swjax.diagnostics import device_time
 from swjax.kernels import targets
-from swjax.kernels.mosaic_gpu.assignment import units_of_a_block
 from swjax.models import sharding
 from swjax.optax import muon, stable_adamw
 from swjax.training.log.timing import peak_flops
@@ -150,9 +148,7 @@ def prepare(case: Case) -> Program:
     if available := (jax.devices()[0].memory_stats() or {}).get("bytes_limit"):
         check_memory(case.shape, case.devices, available)
     began = time.perf_counter()
-    as_on_one = case.arm.endswith("+persistent")
-    with units_of_a_block(0) if as_on_one else contextlib.nullcontext():
-        compiled, start = {"blocks": blocks, "step": step}[case.kind](case)
+    compiled, start = {"blocks": blocks, "step": step}[case.kind](case)
     return Program(compiled, start, time.perf_counter() - began)
 
 

@@ -276,7 +276,6 @@ class Fp8Product(nnx.Module):
 ARMS: dict[str, Callable[[Shape, bool], nnx.Module]] = {
     "flax": plain,
     "switchback_hadamard+fused": partial(fused, "switchback_hadamard"),
-    "switchback_hadamard+fused+persistent": partial(fused, "switchback_hadamard"),
     "switchback_hadamard+fused+8_bits": partial(in_8_bits, partial(fused, "switchback_hadamard")),
     "int8_hadamard+fused+8_bits": partial(in_8_bits, partial(fused, "int8_hadamard")),
     "flax+8_bits": partial(in_8_bits, plain),

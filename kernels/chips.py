@@ -58,7 +58,7 @@ _BLACKWELL = ("mxfp8", "nvfp4")
 # The first match counts: names that contain others come first.
 CHIPS = (
     Chip("V100", r"V100", "gpu", 125, None, None, "7.0", 80),
-    Chip("A100", r"A[18]00", "gpu", 312, None, 624, "8.0", 108, memory=(39.4, 79.2)),
+    Chip("A100", r"A[18]00(?!\d)", "gpu", 312, None, 624, "8.0", 108, memory=(39.4, 79.2)),
     Chip("A10", r"A10G?\b", "gpu", 125, None, 250, "8.6", 72, memory=(22.1,)),
     Chip("RTX 3090", r"RTX ?3090", "gpu", 71, None, 284, "8.6", 82),
     Chip("L40S", r"L40S", "gpu", 362, 733, 733, "8.9", 142, memory=(44.4,)),

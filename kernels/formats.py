@@ -82,7 +82,7 @@ def absolute_maximum(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     # drops NaN from a maximum of floats, so that a gradient of NaN would become zeros. The maximum of no
     # unsigned integers is 0, so an empty x needs no `initial=`, for which XLA would add a kernel.
     bits = lax.bitcast_convert_type(jnp.abs(to_float32(x)), jnp.uint32)
-    axes = tuple(axis % x.ndim for axis in axes)
+    axes = np.lib.array_utils.normalize_axis_tuple(axes, x.ndim, "axes")
     largest = lax.expand_dims(lax.reduce_max(bits, axes), sorted(axes))
     return lax.bitcast_convert_type(largest, jnp.float32)
 

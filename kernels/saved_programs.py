@@ -21,7 +21,6 @@ import jax
 from swjax.kernels import targets
 from swjax.kernels.block_formats.reference import Blocks
 from swjax.kernels.formats import QTensor
-from swjax.kernels.mosaic_gpu import assignment
 
 PLATFORM = "cuda"
 FOLDER = "swjax_kernels"
@@ -92,8 +91,7 @@ def _folder() -> Path | None:
 
 def _name(options: tuple[Any, ...], like: tuple[Any, ...]) -> str:
     settings = tuple(map(_setting, SETTINGS))
-    blocks = assignment.most_units() if "mosaic_gpu" in options else None
-    described = repr((_environment(), settings, blocks, options, like))
+    described = repr((_environment(), targets.current(), settings, options, like))
     return hashlib.sha256(described.encode()).hexdigest()
 
 
@@ -104,7 +102,7 @@ def _setting(name: str) -> Any:
 
 @functools.cache
 def _environment() -> tuple[Any, ...]:
-    """The packages, the variables and the device that a program is lowered for, and a hash of the kernels."""
+    """The packages and variables that a program is lowered with, and a hash of the kernels."""
     source = hashlib.sha256()
     for path in sorted(Path(__file__).parent.rglob("*")):
         if path.suffix in (".py", ".json"):  # the tuned tables are JSON
@@ -112,7 +110,7 @@ def _environment() -> tuple[Any, ...]:
     variables = sorted(
         item for item in os.environ.items() if item[0].startswith(COMPILER_VARIABLES)
     )
-    return source.hexdigest(), *map(_version, PACKAGES), *variables, *targets.current()
+    return source.hexdigest(), *map(_version, PACKAGES), *variables
 
 
 def _version(package: str) -> str:

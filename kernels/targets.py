@@ -136,12 +136,6 @@ def device_count() -> int:
     return jax.device_count()
 
 
-def is_distributed() -> bool:
-    """Whether the program is for several devices of a mesh: collectives may run while its kernels run."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return not mesh.empty and mesh.size > 1
-
-
 def _named_by(mesh: AbstractMesh | None) -> tuple[str, str] | None:
     """The platform and the device_kind of a mesh, or None if it has no devices."""
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh

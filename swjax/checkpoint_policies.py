@@ -43,7 +43,8 @@ def store_in_8_bits(function: Callable[..., Any], *, group: int = 128) -> Callab
     The values of `function` do not change. Between the forward and the backward pass, each array
     [*tokens, ..., n] of floats is stored in int8, with a float32 scale for each token and group of features.
     This takes half of the memory of bfloat16, and two passes over the array. `tokens` are the axes of the
-    first result before its last; other arrays, such as parameters, are stored as they are.
+    first result before its last; other arrays, such as parameters, are stored as they are. With a single axis
+    of tokens, the cast of a weight [tokens, n] cannot be told from an activation, and is stored in int8.
 
     Gradients have the error of the rounding, about 0.7% of a group of normal values. A feature much larger
     than the others of its group increases it. Derivatives of the gradients treat rounding as a constant.
@@ -55,7 +56,8 @@ def store_in_8_bits(function: Callable[..., Any], *, group: int = 128) -> Callab
         is the greatest common divisor of both; arrays with a group below 16 are stored as they are.
 
     Raises:
-      ValueError: `group` is below 16.
+      ValueError: `group` is below 16; or, in a derivative, the first result has fewer than two axes, so that
+        no axis tells activations from parameters.
       TypeError: in a call, `function` changes a variable of an NNX model, such as a random counter.
 
     >>> layer = lambda w, x: jnp.sin(x @ w)
@@ -79,6 +81,11 @@ def store_in_8_bits(function: Callable[..., Any], *, group: int = 128) -> Callab
     def forward(*args):
         y, backward = jax.vjp(call, *args)
         tokens = jax.tree.leaves(y)[0].shape[:-1]
+        if not tokens:
+            raise ValueError(
+                "store_in_8_bits needs a function whose first result is [*tokens, n], got "
+                f"{jax.tree.leaves(y)[0].shape}: wrap the blocks of a model, not its loss"
+            )
         # A weight [k, n] looks like the activations of k tokens.
         kept = {id(leaf) for leaf in jax.tree.leaves(args)} if len(tokens) < 2 else set()
         leaves, structure = jax.tree.flatten(backward)

@@ -135,6 +135,11 @@ class Quantizer:
                 f"Quantizer(stochastic=True) rounds segments only, got scope={self.scope!r}: "
                 "use stochastic=False"
             )
+        if self.is_static and self.rotation > 1:
+            raise ValueError(
+                f"Quantizer(scope={self.scope!r}) has a constant scale and rotates nothing, got "
+                f"rotation={self.rotation}: use rotation=1, or another scope"
+            )
         if self.in_blocks:
             if self.scope == "segment":
                 fits = self.block >= 0

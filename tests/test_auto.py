@@ -158,6 +158,17 @@ def test_rules_keep_experts_of_few_rows():
             assert product.reason.startswith(reason) and (product.recipe is None) == bool(reason)
 
 
+@pytest.mark.filterwarnings("ignore:.*rows an expert")
+def test_one_traced_function_follows_the_rule_of_each_parameter():
+    block = jax.checkpoint(lambda w, x: jax.lax.ragged_dot(x, w, jnp.array([8, 8])))
+    rules = {"automatic": "auto", "named": "switchback"}
+    params, x = dict.fromkeys(rules, jnp.ones((2, 64, 64))), jnp.ones((16, 64))
+    layers = lambda params, x: block(params["named"], block(params["automatic"], x))
+    with targets.compiling_for("H200"), dispatch.record() as calls:
+        jax.eval_shape(swjax.quantized(layers, rules, implementation="xla"), params, x)
+    assert calls.count(("ragged_matmul", "xla")) == 1
+
+
 def test_models_accept_it():
     with targets.compiling_for("H200"):
         model = nnx.eval_shape(lambda: nnx.Linear(2048, 2048, rngs=nnx.Rngs(0)))

@@ -76,6 +76,14 @@ def test_tokens_that_do_not_count_have_no_effect():
     assert np.isnan(loss(x, w, labels)[0])
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint16"])
+def test_labels_of_few_bits_name_classes_of_a_large_vocabulary(dtype):
+    x, w, labels, _ = arguments(2, 3, 4, 300)
+    loss = jax.value_and_grad(linear_cross_entropy)
+    of = lambda kind: loss(x, w, jnp.asarray(labels % 100, kind))
+    jax.tree.map(np.testing.assert_array_equal, of(dtype), of("int32"))
+
+
 def test_no_array_has_all_logits():
     b, t, d, v = 2, 64, 8, 1024
     arrays = (jnp.ones((b, t, d), jnp.bfloat16), jnp.ones((d, v)), jnp.zeros((b, t), jnp.int32))

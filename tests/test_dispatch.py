@@ -52,6 +52,7 @@ def gpu(monkeypatch):
 
 X, A, B = array((128, 256)), quantized(128, 256), quantized(128, 256)
 X128 = array((1024, 128))
+ROTATED = {"dtypes": ("int8", "int8"), "rotation": 128}
 ONE = QTensor(array((128, 256), "int8"), array((1, 1), "float32"))
 SYMMETRIC = array((2, 1280, 1280))
 GRADIENTS = heads(3, 257, 80) * 2
@@ -124,6 +125,8 @@ def test_without_a_gpu_everything_is_xla(operation):
         ((9, 0), "gelu", (array((4, tiles.WIDEST_ROW + 1)),), {}, "xla"),
         ((9, 0), "gated", (array((4, 28_672)),) * 2, {}, "triton"),
         ((9, 0), "gated", (array((4, tiles.WIDEST_ROW + 1)),) * 2, {}, "xla"),
+        ((8, 0), "block_weight_gradient", (array((2**24, 64)),) * 2, ROTATED, "triton"),
+        ((8, 0), "block_weight_gradient", (array((2**24 + 1, 64)),) * 2, ROTATED, "xla"),
         ((8, 6), "layer_norm", (X,), {"quantize_to": "float8_e4m3fn"}, "xla"),
         ((9, 0), "attention", heads(8, 257, 80), {}, ATTENTION),
         ((9, 0), "attention", heads(8, 77, 64), {"causal": True}, "triton"),

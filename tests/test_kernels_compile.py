@@ -17,7 +17,6 @@ from implementations import release
 from benchmarks.kernels import shapes
 from swjax.kernels import dispatch, tiles
 from swjax.kernels.block_formats.reference import Blocks
-from swjax.kernels.mosaic_gpu.assignment import units_of_a_block
 from swjax.kernels.mosaic_gpu.slices import Slices
 from swjax.kernels.reference import QTensor
 
@@ -507,22 +506,6 @@ def test_mosaic_int8_weight_gradients_lower_for_hopper(slices, dtype):
     present = array((5000,), dtype)
     program = lowered(in_mosaic("block_weight_gradient"), x, g, present, slices=slices, **options)
     assert program.count("custom_call @mosaic_gpu") == 3  # two rotations and a product
-
-
-@pytest.mark.parametrize(
-    "operation", ["matmul", release("block_weight_gradient"), release("ragged_matmul")]
-)
-def test_mosaic_kernels_of_several_devices_lower_for_hopper(operation):
-    int8 = dict(dtypes=("int8", "int8"), block=1024, rotation=128)
-    x, g = array((5000, 1280), "bfloat16"), array((5000, 5120), "bfloat16")
-    arrays, options = {
-        "matmul": ((quantized(1088, 1280), quantized(2560, 1280, scales=1)), {}),
-        "block_weight_gradient": ((x, g), int8),
-        "ragged_matmul": RAGGED["int8"][1:],
-    }[operation]
-    with units_of_a_block(2):
-        program = lowered(in_mosaic(operation), *arrays, out_dtype="bfloat16", **options)
-    assert "mosaic_gpu" in program
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the kernel needs jax 0.11")

@@ -322,6 +322,7 @@ def test_experts_on_a_mesh_axis_stay_where_they_are():
 @pytest.mark.parametrize(
     ("arguments", "recipe", "message"),
     [
+        ((X, W, [1, 2, 3]), "switchback", "group_sizes must be an array, got a list: pass jnp.as"),
         ((X, W[0], SIZES), "switchback", r"needs x \[m, k\], w \[e, k, n\] .* got x \(12, 16\)"),
         ((X, W, SIZES[:2]), "switchback", r"group_sizes \(2,\)"),
         ((X, W[:0], SIZES[:0]), "switchback", r"at least one expert, got w \(0, 16, 8\)"),
@@ -338,6 +339,8 @@ def test_errors_are_one_line(arguments, recipe, message):
     with pytest.raises(ValueError, match=message) as error:
         swjax.ragged_switchback(*arguments, recipe=recipe)
     assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match="out_dtype must be a floating dtype, got int32"):
+        swjax.ragged_switchback(X, W, SIZES, out_dtype="int32")
 
 
 # --- in `swjax.quantized` -----------------------------------------------------------------------------

@@ -19,9 +19,9 @@ def slices_of(tile_count, tokens, *, largest=16, write_tokens=WRITE_TOKENS):
     return best_slices(tile_count, tokens, BLOCKS, largest=largest, write_tokens=write_tokens)
 
 
-def parts_of(tile_count, slices, *, steps, block_count=BLOCKS, persistent=True):
+def parts_of(tile_count, slices, *, steps, block_count=BLOCKS):
     """Returns for each block of threads the list of its `Part`s, of integers."""
-    schedule = Schedule(tile_count, block_count, steps, slices, persistent)
+    schedule = Schedule(tile_count, block_count, steps, slices)
     most = tile_count // block_count + 1 + slices.late * block_count
 
     @jax.jit
@@ -29,7 +29,7 @@ def parts_of(tile_count, slices, *, steps, block_count=BLOCKS, persistent=True):
         parts = jax.vmap(lambda i: schedule.part(block, i))(jnp.arange(most))
         return schedule.part_count(block), jnp.stack(parts, axis=-1)
 
-    counts, rows = map(np.asarray, jax.vmap(plan)(jnp.arange(schedule.launched)))
+    counts, rows = map(np.asarray, jax.vmap(plan)(jnp.arange(block_count)))
     return [[Part(*part) for part in row[:count].tolist()] for count, row in zip(counts, rows)]
 
 
@@ -77,19 +77,6 @@ def test_no_slice_waits_forever(tile_count, steps):
                 written[block.pop(0).tile] += 1
                 progress = True
     assert not any(blocks)
-
-
-@pytest.mark.parametrize("tile_count, steps", [*CASES, (263, 16), (50, 1)])
-def test_a_block_with_one_part_waits_for_blocks_before_it(tile_count, steps):
-    """The parts are those of persistent blocks, so the sums have the same bits."""
-    slices = slices_of(tile_count, 64 * steps, largest=steps // 8)
-    blocks = parts_of(tile_count, slices, steps=steps, persistent=False)
-    parts = list(itertools.chain(*blocks))
-    assert len(parts) == len(blocks)
-    persistent = parts_of(tile_count, slices, steps=steps)
-    assert sorted(parts) == sorted(itertools.chain(*persistent))
-    at = {(part.tile, part.slice): block for block, part in enumerate(parts)}
-    assert all(at[tile, slice_ - 1] < block for (tile, slice_), block in at.items() if slice_)
 
 
 # load: a bound of the rounds of the busiest block. Equal shares would take tile_count / 132 rounds.

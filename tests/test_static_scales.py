@@ -56,6 +56,7 @@ def test_values_beyond_the_range_are_clipped_and_what_is_not_finite_stays_visibl
     "call, message",
     [
         (lambda: Quantizer("int8", "unit"), "dtype must be one of .*float8_e5m2'.*, got 'int8'"),
+        (lambda: Quantizer("float8_e5m2", "unit", rotation=16), "rotates nothing, got rotation=16"),
         (lambda: Product(FAN_IN, FAN_IN), "are for rhs, got fan_in and fan_in"),
         (lambda: Recipe(wgrad=Product(UNIT, FAN_IN)), "'unit' rather than 'fan_in', got 'fan_in'"),
         (

@@ -102,6 +102,13 @@ def test_a_group_that_is_too_small_is_refused():
         store_in_8_bits(layer, group=8)
 
 
+def test_a_loss_is_refused():
+    """Its residuals are activations and parameters alike; a cast of the weight was rounded to int8."""
+    stored = store_in_8_bits(lambda w: jnp.sum(w.astype("bfloat16") ** 2))
+    with pytest.raises(ValueError, match=r"result is \[\*tokens, n\], got \(\): wrap the blocks"):
+        jax.grad(stored)(PARAMS["w"])
+
+
 def test_a_model_with_a_random_counter_is_refused():
     """The counter stayed at its value, so every step dropped the same elements."""
     block = nnx.Sequential(nnx.Linear(96, 96, rngs=nnx.Rngs(0)), nnx.Dropout(0.5))

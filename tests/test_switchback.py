@@ -503,6 +503,7 @@ def test_a_gelu_and_a_residual_connection_on_a_mesh(kind):
          r"quantize_weight needs w \[k, n\], got \(1, 3, 5\): use jax.vmap"),
         (lambda x, w: swjax.quantize(x, dtype="int4"),
          "dtype must be one of int8, float8_e4m3fn, float8_e5m2, got 'int4'"),
+        (lambda x, w: swjax.quantize(x, axes=(2,)), "axes: axis 2 is out of bounds for array of dim"),
         (lambda x, w: swjax.quantize(x.astype(complex)), "x must .* got complex64: cast it first"),
         (lambda x, w: swjax.quantize_weight(w.astype(int)), "x must be float16, .* int32: cast"),
         (lambda x, w: swjax.dot_general("int4"), "got 'int4'"),

@@ -38,6 +38,12 @@ def test_a_chip_can_be_named(chip):
             assert ".".join(map(str, tiles.compute_capability())) == chip.compute_capability
 
 
+def test_a_longer_number_is_another_chip():
+    assert chips.find("NVIDIA RTX A1000 Laptop GPU") is None
+    for kind in ("NVIDIA A100-SXM4-80GB", "NVIDIA A800 40GB Active", "NVIDIA A100X"):
+        assert chips.find(kind).name == "A100"
+
+
 def test_devices_and_meshes_can_be_named():
     device, mesh = jax.devices()[0], jax.make_mesh((1,), ("x",))
     for named in (device, mesh):

@@ -1,6 +1,5 @@
 """Products of e4m3 values with a float32 scale for 128 neighbours along the sum, for Hopper."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,21 +10,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from swjax.kernels import tiles
 from swjax.kernels.availability import Unavailable
 from swjax.kernels.block_formats.reference import Blocks
 from swjax.kernels.block_formats.tiles import TILE, BlockTile
 from swjax.kernels.mosaic_gpu import pipeline
-from swjax.kernels.mosaic_gpu.assignment import Assignment, assign
-from swjax.kernels.mosaic_gpu.pipeline import (
-    HALF,
-    LINE,
-    TILE_M,
-    TILE_N,
-    Fold,
-    Ref,
-    Scratch,
-    SumSteps,
-)
+from swjax.kernels.mosaic_gpu.pipeline import HALF, LINE, TILE_M, Fold, Ref, Scratch, SumSteps
 from swjax.kernels.products.mosaic_gpu.product import TiledWork
 
 BLOCK = LINE  # values that share a scale: those of one step
@@ -60,7 +50,7 @@ class BlockProductSpec:
     Attributes:
       m: number of rows.
       steps: number of blocks along the contracted axis.
-      grid, assignment, cluster: see `swjax.kernels.products.mosaic_gpu.product.MatmulSpec`.
+      grid, blocks, cluster: see `swjax.kernels.products.mosaic_gpu.product.MatmulSpec`.
       tile: how the kernel cuts its work.
       squares: whether BLOCK columns share the scales of b. If so, a tile has BLOCK columns.
       bias: whether a bias is added.
@@ -69,7 +59,7 @@ class BlockProductSpec:
     m: int
     steps: int
     grid: tuple[int, int]
-    assignment: Assignment
+    blocks: int
     cluster: int
     tile: BlockTile
     squares: bool
@@ -168,17 +158,11 @@ def block_matmul(
     squares = b.scales.shape[0] < n
     tile = tile or TILE
     cluster = 2 if m > TILE_M else 1
-    steps, grid = k // BLOCK, (pl.cdiv(m, TILE_M * cluster), pl.cdiv(n, tile.columns))
     spec = BlockProductSpec(
         m=m,
-        steps=steps,
-        grid=grid,
-        assignment=assign(
-            math.prod(grid),
-            steps * tile.columns // TILE_N,
-            cluster=cluster,
-            multiprocessors=multiprocessors,
-        ),
+        steps=k // BLOCK,
+        grid=(pl.cdiv(m, TILE_M * cluster), pl.cdiv(n, tile.columns)),
+        blocks=(multiprocessors or tiles.multiprocessors()) // cluster,
         cluster=cluster,
         tile=tile,
         squares=squares,
@@ -193,7 +177,7 @@ def block_matmul(
         jax.ShapeDtypeStruct((m, n), out_dtype),
         rings=[((TILE_M, LINE), a.values.dtype), ((tile.columns, LINE), b.values.dtype)],
         stages=tile.stages,
-        blocks=spec.assignment.clusters,
+        blocks=spec.blocks,
         cluster=cluster,
         vectors=(TILE_M, SQUARES if squares else tile.columns),
         piece=PIECE,

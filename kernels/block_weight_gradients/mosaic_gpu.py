@@ -15,7 +15,7 @@ from swjax.kernels import tiles
 from swjax.kernels.availability import Unavailable
 from swjax.kernels.block_weight_gradients import mosaic_gpu_rotations as rotations
 from swjax.kernels.block_weight_gradients.reference import cut_into_blocks
-from swjax.kernels.mosaic_gpu import assignment, pipeline
+from swjax.kernels.mosaic_gpu import pipeline
 from swjax.kernels.mosaic_gpu.pipeline import HALF, LINE, TILE_M, Ref, SumSteps
 from swjax.kernels.mosaic_gpu.slices import Schedule, Slices, best_slices
 from swjax.kernels.weight_gradients.mosaic_gpu import (
@@ -192,7 +192,7 @@ def block_products(
     slices = slices or best_slices(
         math.prod(grid), tokens, blocks, largest=count, write_tokens=WRITE_TOKENS
     )
-    schedule = Schedule(math.prod(grid), blocks, count, slices, assignment.is_persistent())
+    schedule = Schedule(math.prod(grid), blocks, count, slices)
     spec = WeightGradientSpec(grid, tokens // count, schedule)
 
     def weight_gradient_blocks_kernel(x, gs, x_scale, g_scale, *refs):
@@ -213,7 +213,7 @@ def block_products(
         (jax.ShapeDtypeStruct((k, n), schedule.written_dtype(out_dtype)),) * layers,
         rings=[((TILE_M, LINE), x.dtype), ((COLUMNS, LINE), x.dtype)],
         stages=BlockWeightGradientWork.stages,
-        blocks=schedule.launched,
+        blocks=blocks,
         cluster=1,
         piece=PIECE,
         interpret=interpret,

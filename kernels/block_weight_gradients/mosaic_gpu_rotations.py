@@ -25,9 +25,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from swjax.kernels import tiles
 from swjax.kernels.formats import INVERSE, LARGEST, SMALLEST_ABSMAX
 from swjax.kernels.mosaic_gpu import pipeline
-from swjax.kernels.mosaic_gpu.assignment import Assignment, assign
 from swjax.kernels.mosaic_gpu.pipeline import Ref
 from swjax.kernels.rotations.reference import rotation_matrix
 
@@ -106,7 +106,7 @@ class Rotation:
       values: [n, blocks of tokens * length].
       scale: [blocks of tokens, n].
       steps: number of steps of a block of tokens.
-      assignment: which block of threads processes which units.
+      blocks: number of blocks of threads that share the units.
       block: number of this block of threads.
       scratch: its shared memory.
     """
@@ -117,7 +117,7 @@ class Rotation:
     values: Ref
     scale: Ref
     steps: int
-    assignment: Assignment
+    blocks: int
     block: jax.Array
     scratch: RotationScratch
 
@@ -132,12 +132,11 @@ class Rotation:
 
     def units(self) -> jax.Array:
         across = pl.cdiv(self.scale.shape[1], COLUMNS)
-        return self.assignment.count(self.count() * across, self.block)
+        return pipeline.unit_count(self.count() * across, self.block, self.blocks)
 
     def place(self, unit: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the block of tokens of a unit, and its first column."""
-        number = self.assignment.number(self.block, unit)
-        across = pl.cdiv(self.scale.shape[1], COLUMNS)
+        number, across = self.block + unit * self.blocks, pl.cdiv(self.scale.shape[1], COLUMNS)
         return number // across, lax.rem(number, across) * COLUMNS
 
     def copy(self) -> None:
@@ -289,14 +288,13 @@ def quantize_blocks(
     Returns:
       Values [n, count * length] and scales [count, n].
     """
-    n, steps = x.shape[1], length // ROTATION
-    # A step of a block of tokens takes as long as one of a product: it waits for memory.
-    assignment = assign(count * pl.cdiv(n, COLUMNS), steps, multiprocessors=multiprocessors)
+    n = x.shape[1]
+    blocks = multiprocessors or tiles.multiprocessors()
     factors = None if present is None else _by_block(present, count, length)
 
     def weight_gradient_rotation_kernel(x, matrix, factors, values, scale, scratch):
-        block = lax.axis_index("block")
-        work = Rotation(x, matrix, factors, values, scale, steps, assignment, block, scratch)
+        block, steps = lax.axis_index("block"), length // ROTATION
+        work = Rotation(x, matrix, factors, values, scale, steps, blocks, block, scratch)
         pipeline.specialize(work.copy, work.compute)
 
     out = (
@@ -307,7 +305,7 @@ def quantize_blocks(
         weight_gradient_rotation_kernel,
         out,
         shared_memory(x.dtype),
-        blocks=assignment.clusters,
+        blocks=blocks,
         interpret=interpret,
     )
     return run(x, matrix(x.dtype), factors)

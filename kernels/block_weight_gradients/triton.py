@@ -18,6 +18,7 @@ from swjax.kernels.triton_gpu.chunks import SMALLEST
 ROTATION = 128  # tokens per rotation; a block is a multiple of it
 COLUMNS = 64  # columns per quantizing program
 TILE = 128  # output rows and columns per multiplying program, and tokens per step
+MOST_TOKENS = 2**24  # TILE times as many is the largest 32-bit offset within a tile
 
 
 @triton.jit
@@ -201,6 +202,8 @@ def why_not(
         return Unavailable(
             f"is for int8 and rotation={ROTATION}, got {dtypes} and rotation={rotation}: use 'xla'"
         )
+    if x.shape[0] > MOST_TOKENS:
+        return Unavailable(f"supports up to {MOST_TOKENS} tokens, got {x.shape[0]}: use 'xla'")
     return None
 
 

@@ -1,9 +1,8 @@
 """The persistent, warp-specialised pipeline of the Mosaic kernels.
 
-One block of threads stays on each multiprocessor and processes one unit of work after the other; in programs
-of several devices there are more blocks, see `assignment`. A unit is a tile of the output, or a slice of a
-tile. One warpgroup of the block copies operands into a ring of buffers in shared memory (TMA). Two warpgroups
-multiply (wgmma), each half of the rows of the tile::
+One block of threads stays on each multiprocessor and processes one unit of work after the other. A unit is a
+tile of the output, or a slice of a tile. One warpgroup of the block copies operands into a ring of buffers in
+shared memory (TMA). Two warpgroups multiply (wgmma), each half of the rows of the tile::
 
     full[slot]    the copies have arrived              memory warpgroup -> compute warpgroups
     empty[slot]   both warpgroups have read the slot   compute warpgroups -> memory warpgroup

@@ -101,19 +101,14 @@ class Schedule:
     second one of every cut tile, and so on. So blocks that run at the same time read the same tokens, which
     the L2 cache holds, and slices of a tile seldom end at the same time.
 
-    Blocks that are not persistent, see `assignment`, have one part each: first all early slices, then whole
-    tiles, then late slices.
-
-    A slice waits until the slice before it in its tile is written. No slice waits forever: persistent blocks
-    run at the same time, an early slice is the first part of its block, and a late slice waits for an earlier
-    turn. Other blocks wait for blocks with a smaller number, which the GPU starts first.
+    A slice waits until the slice before it in its tile is written. No slice waits forever: all blocks run at
+    the same time, an early slice is the first part of its block, and a late slice waits for an earlier turn.
 
     Attributes:
       tile_count: number of output tiles.
-      blocks: number of blocks of threads that run at the same time.
+      blocks: number of blocks of threads; all run at the same time.
       steps: number of steps along the tokens.
       slices: how the tokens are cut.
-      persistent: whether these are all blocks.
 
     Raises:
       ValueError: the slices would not cover every tile.
@@ -123,7 +118,6 @@ class Schedule:
     blocks: int
     steps: int
     slices: Slices
-    persistent: bool = True
 
     def __post_init__(self) -> None:
         whole, early, late = self.slices
@@ -164,17 +158,8 @@ class Schedule:
         """Whether a tile has several slices, which are added."""
         return self.slices.late + min(self.early_steps, 1) > 1
 
-    @property
-    def launched(self) -> int:
-        """Number of blocks of the kernel."""
-        if self.persistent:
-            return self.blocks
-        return self.early_blocks + self.slices.whole + self.cut_count * self.slices.late
-
     def part_count(self, block: jax.Array) -> jax.Array:
         """The number of parts of a block."""
-        if not self.persistent:
-            return jnp.int32(1)
         late_blocks, first = self.blocks - self.early_blocks, block - self.early_blocks
         late = (self.cut_count * self.slices.late - first + late_blocks - 1) // late_blocks
         return self.slices.whole // self.blocks + jnp.where(block < self.early_blocks, 1, late)
@@ -189,21 +174,15 @@ class Schedule:
             return jnp.where(late < 0, 0, early + late * (self.steps - early) // late_slices)
 
         is_early = block < self.early_blocks
-        # `turn` is the position among the late slices of all cut tiles.
-        if self.persistent:
-            round_ = i - is_early.astype(jnp.int32)
-            late_blocks = self.blocks - self.early_blocks
-            turn = jnp.maximum(block - self.early_blocks + (i - rounds) * late_blocks, 0)
-        else:  # each whole tile is a round
-            round_, rounds = block - self.early_blocks, self.slices.whole
-            turn = jnp.maximum(round_ - rounds, 0)
+        round_ = i - is_early.astype(jnp.int32)
+        late_blocks = self.blocks - self.early_blocks
+        # The position among the late slices of all cut tiles.
+        turn = jnp.maximum(block - self.early_blocks + (i - rounds) * late_blocks, 0)
         number = jnp.where(is_early, 0, turn // cut_count + min(early, 1))
         tile = self.slices.whole + jnp.where(is_early, block, lax.rem(turn, cut_count))
         is_whole = (round_ >= 0) & (round_ < rounds)
         return Part(
-            tile=jnp.where(
-                is_whole, block + round_ * self.blocks if self.persistent else round_, tile
-            ),
+            tile=jnp.where(is_whole, block + round_ * self.blocks, tile),
             slice=jnp.where(is_whole, 0, number),
             start=jnp.where(is_whole, 0, start(number)),
             stop=jnp.where(is_whole, self.steps, start(number + 1)),

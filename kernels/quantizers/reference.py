@@ -29,7 +29,7 @@ def quantize(
       A QTensor; its scale has length 1 along `axes`.
 
     Raises:
-      ValueError: the dtype is not a quantized dtype, or x has no floating dtype.
+      ValueError: the dtype is not a quantized dtype, x has no floating dtype, or x lacks one of the axes.
 
     >>> q = quantize(jnp.array([[1.0, -2.0, 0.5], [0.0, 0.0, 0.0]]))
     >>> q.values.tolist()

@@ -15,10 +15,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from swjax.kernels import tiles
 from swjax.kernels.availability import Unavailable
 from swjax.kernels.formats import QTensor
 from swjax.kernels.mosaic_gpu import pipeline
-from swjax.kernels.mosaic_gpu.assignment import Assignment, assign
 from swjax.kernels.mosaic_gpu.pipeline import HALF, LINE, TILE_M, TILE_N, Ref, Scratch, SumSteps
 from swjax.kernels.products.mosaic_gpu.product import TiledWork, fits_buffers
 from swjax.kernels.products.tiles import MosaicTile
@@ -30,7 +30,7 @@ from swjax.kernels.ragged.mosaic_gpu_weight_gradients import (
     ragged_weight_gradient,
     why_not_weight_gradient,
 )
-from swjax.kernels.ragged.schedule import ALIGNMENT, aligned_tiles, bounds, tile_count
+from swjax.kernels.ragged.schedule import ALIGNMENT, aligned_tiles, bounds
 from swjax.kernels.ragged.tiles import mosaic_cluster, mosaic_tile
 
 __all__ = ["WHY_NOT", "ragged_block_weight_gradient", "ragged_matmul", "ragged_weight_gradient"]
@@ -68,7 +68,7 @@ class RaggedSpec:
       groups: number of groups.
       k: length of the sums.
       columns: columns of tiles of the output.
-      assignment: which cluster of blocks processes which tiles.
+      blocks: clusters of blocks that share the tiles.
       cluster: 2 if two blocks, whose tiles are adjacent rows of a group, share their tile of b.
       tile: how the kernel cuts its work.
       out_dtype: dtype of the result.
@@ -82,7 +82,7 @@ class RaggedSpec:
     groups: int
     k: int
     columns: int
-    assignment: Assignment
+    blocks: int
     cluster: int
     tile: MosaicTile
     out_dtype: str
@@ -140,7 +140,7 @@ class RaggedWork(TiledWork):
 
     def units(self) -> jax.Array:
         total = self.inputs.count[0] * self.spec.columns
-        return self.spec.assignment.count(total, self.block)
+        return pipeline.unit_count(total, self.block, self.spec.blocks)
 
     def span(self, unit: jax.Array) -> tuple[int, int]:
         del unit
@@ -149,7 +149,7 @@ class RaggedWork(TiledWork):
     def place(self, unit: jax.Array) -> Place:
         spec = self.spec
         grid = self.inputs.count[0], spec.columns
-        index = spec.assignment.number(self.block, unit)
+        index = self.block + unit * spec.blocks
         tile, column = plgpu.planar_snake(index, grid, 1, spec.tile.width)
         rank = lax.axis_index("cluster") if spec.cluster > 1 else 0
         row = pl.multiple_of(self.inputs.first[tile], ALIGNMENT) + rank * TILE_M
@@ -273,17 +273,11 @@ def ragged_matmul(
     tile = tile or mosaic_tile(n, k, dtype.itemsize)
     if fused:  # memory of a slot serves the addend
         tile = replace(tile, stages=min(tile.stages, 3))
-    step, columns = LINE // dtype.itemsize, pl.cdiv(n, TILE_N)
     spec = RaggedSpec(
         groups=groups,
         k=k,
-        columns=columns,
-        assignment=assign(
-            tile_count(m, groups, TILE_M * cluster, ALIGNMENT) * columns,
-            pl.cdiv(k, step),
-            cluster=cluster,
-            multiprocessors=multiprocessors,
-        ),
+        columns=pl.cdiv(n, TILE_N),
+        blocks=(multiprocessors or tiles.multiprocessors()) // cluster,
         cluster=cluster,
         tile=tile,
         out_dtype=out_dtype,
@@ -291,7 +285,7 @@ def ragged_matmul(
         channels=isinstance(b, QTensor) and b.scale.size > groups,
         last=axis == 2,
         addend=fused,
-        step=step,
+        step=LINE // dtype.itemsize,
     )
 
     def ragged_matmul_kernel(inputs, out, scratch):
@@ -303,7 +297,7 @@ def ragged_matmul(
         jax.ShapeDtypeStruct((m, n), out_dtype),
         rings=[((TILE_M, spec.step), dtype), (of_b, matrices.dtype)],
         stages=spec.tile.stages,
-        blocks=spec.assignment.clusters,
+        blocks=spec.blocks,
         cluster=cluster,
         addend=spec.addend,
         edge=True,

@@ -3,7 +3,6 @@
 The rotated rows of a group are a multiple of 128, so the pipeline's steps are steps of one group.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -14,12 +13,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from swjax.kernels import tiles
 from swjax.kernels.availability import Unavailable
 from swjax.kernels.block_weight_gradients.mosaic_gpu import COLUMNS, PIECE, STAGES, sum_blocks
 from swjax.kernels.block_weight_gradients.mosaic_gpu import why_not as why_not_blocks
 from swjax.kernels.mosaic_gpu import pipeline
-from swjax.kernels.mosaic_gpu.assignment import assign
-from swjax.kernels.mosaic_gpu.pipeline import HALF, LINE, TILE_M, TILE_N, Ref, Scratch, SumSteps
+from swjax.kernels.mosaic_gpu.pipeline import HALF, LINE, TILE_M, Ref, Scratch, SumSteps
 from swjax.kernels.ragged.mosaic_gpu_rotations import rotate_blocks
 from swjax.kernels.ragged.mosaic_gpu_weight_gradients import GroupTiles
 from swjax.kernels.ragged.schedule import (
@@ -159,9 +158,7 @@ def ragged_block_weight_gradient(
     def product(b, b_scale):
         k, n = len(a), len(b)
         grid = pl.cdiv(k, TILE_M), pl.cdiv(n, COLUMNS)
-        steps = m // groups // LINE * COLUMNS // TILE_N
-        assignment = assign(groups * math.prod(grid), steps, multiprocessors=multiprocessors)
-        of_groups = GroupTiles(groups, grid, assignment)
+        of_groups = GroupTiles(groups, grid, multiprocessors or tiles.multiprocessors())
         spec = BlockSpec(of_groups, block // LINE)
 
         def ragged_blocks_kernel(inputs, out, scratch):
@@ -177,7 +174,7 @@ def ragged_block_weight_gradient(
             jax.ShapeDtypeStruct((groups, k, n), out_dtype),
             rings=[((TILE_M, LINE), a.dtype), ((COLUMNS, LINE), b.dtype)],
             stages=STAGES,
-            blocks=assignment.clusters,
+            blocks=of_groups.blocks,
             cluster=1,
             piece=PIECE,
             interpret=interpret,

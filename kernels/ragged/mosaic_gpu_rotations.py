@@ -10,10 +10,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from swjax.kernels import tiles
 from swjax.kernels.block_weight_gradients import mosaic_gpu_rotations as rotations
 from swjax.kernels.block_weight_gradients.mosaic_gpu_rotations import COLUMNS, ROTATION
 from swjax.kernels.mosaic_gpu import pipeline
-from swjax.kernels.mosaic_gpu.assignment import assign
 from swjax.kernels.mosaic_gpu.pipeline import Ref
 from swjax.kernels.ragged.schedule import ALIGNMENT, GroupBlocks
 
@@ -74,9 +74,7 @@ def rotate_blocks(
     Returns:
       Values [n, length], sqrt(ROTATION) times the rotated rows, and scales [blocks, n].
     """
-    n, count = x.shape[1], len(blocks.first)
-    steps = pl.cdiv(length // ROTATION, count)
-    assignment = assign(count * pl.cdiv(n, COLUMNS), steps, multiprocessors=multiprocessors)
+    n, programs = x.shape[1], multiprocessors or tiles.multiprocessors()
     tables = BlockTables(
         jnp.sum(blocks.counts, keepdims=True), blocks.first, blocks.start, blocks.end, blocks.to
     )
@@ -85,16 +83,14 @@ def rotate_blocks(
         block = lax.axis_index("block")
         steps = 0  # see `RaggedRotation.span`
         work = RaggedRotation(
-            x, matrix, None, values, scale, steps, assignment, block, scratch, tables
+            x, matrix, None, values, scale, steps, programs, block, scratch, tables
         )
         pipeline.specialize(work.copy, work.compute)
 
     out = (
         jax.ShapeDtypeStruct((n, length), jnp.int8),
-        jax.ShapeDtypeStruct((count, n), jnp.float32),
+        jax.ShapeDtypeStruct((len(blocks.first), n), jnp.float32),
     )
     shared = rotations.shared_memory(x.dtype)
-    run = pipeline.kernel(
-        ragged_rotation_kernel, out, shared, blocks=assignment.clusters, interpret=interpret
-    )
+    run = pipeline.kernel(ragged_rotation_kernel, out, shared, blocks=programs, interpret=interpret)
     return run(x, rotations.matrix(x.dtype), tables)

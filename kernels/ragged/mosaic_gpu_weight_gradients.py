@@ -4,7 +4,6 @@ A step of the pipeline has rows of other groups where a group starts and ends. T
 memory, in both operands, because they may be NaN.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -15,9 +14,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from swjax.kernels import tiles
 from swjax.kernels.availability import Unavailable
 from swjax.kernels.mosaic_gpu import pipeline
-from swjax.kernels.mosaic_gpu.assignment import Assignment, assign
 from swjax.kernels.mosaic_gpu.pipeline import HALF, LINE, TILE_M, TILE_N, Ref, Scratch, SumSteps
 from swjax.kernels.ragged.schedule import ALIGNMENT, bounds, largest_first
 from swjax.kernels.weight_gradients.mosaic_gpu import STAGES
@@ -31,22 +30,22 @@ class GroupTiles:
     Attributes:
       groups: number of groups.
       grid: rows and columns of tiles of a group.
-      assignment: which block of threads computes which tiles.
+      blocks: blocks of threads that share the tiles.
     """
 
     groups: int
     grid: tuple[int, int]
-    assignment: Assignment
+    blocks: int
 
     def count(self, block: jax.Array) -> jax.Array:
         """The number of tiles of a block of threads."""
         rows, columns = self.grid
-        return self.assignment.count(self.groups * rows * columns, block)
+        return pipeline.unit_count(self.groups * rows * columns, block, self.blocks)
 
     def place(self, block: jax.Array, unit: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The place of a tile's group in the order of the groups, and the row and column of the tile."""
         rows, columns = self.grid
-        index = self.assignment.number(block, unit)
+        index = block + unit * self.blocks
         row, column = plgpu.planar_snake(lax.rem(index, rows * columns), self.grid, 1, 4)
         return lax.div(index, rows * columns), row, column
 
@@ -169,12 +168,11 @@ def ragged_weight_gradient(
     """`reference.ragged_weight_gradient` of 16-bit operands, for rows a multiple of 8, k and n of 64."""
     del precision  # the products of 16-bit numbers are exact
     (m, k), n, groups = x.shape, g.shape[1], len(group_sizes)
-    step = LINE // x.dtype.itemsize
-    grid = pl.cdiv(k, TILE_M), pl.cdiv(n, TILE_N)
-    assignment = assign(
-        groups * math.prod(grid), m // groups // step, multiprocessors=multiprocessors
+    of_groups = GroupTiles(
+        groups,
+        (pl.cdiv(k, TILE_M), pl.cdiv(n, TILE_N)),
+        multiprocessors or tiles.multiprocessors(),
     )
-    of_groups = GroupTiles(groups, grid, assignment)
     starts, ends = bounds(group_sizes, m)
     group, start, size = largest_first(starts, ends - starts)
 
@@ -182,12 +180,13 @@ def ragged_weight_gradient(
         block = lax.axis_index("block")
         pipeline.run(RaggedGradientWork(of_groups, inputs, out, scratch, block), scratch)
 
+    step = LINE // x.dtype.itemsize
     return pipeline.launch(
         ragged_weight_gradient_kernel,
         jax.ShapeDtypeStruct((groups, k, n), out_dtype),
         rings=[((step, TILE_M), x.dtype), ((step, TILE_N), g.dtype)],
         stages=STAGES,
-        blocks=assignment.clusters,
+        blocks=of_groups.blocks,
         cluster=1,
         interpret=interpret,
     )(GradientRefs(group, start, size, x, g))

@@ -29,6 +29,8 @@ def bounds(group_sizes: jax.Array, m: int) -> jax.Array:
     >>> bounds(jnp.array([2, 0, 9, 1]), 5).tolist()
     [[0, 2, 2, 5], [2, 2, 5, 5]]
     """
+    if group_sizes.dtype.itemsize < 4:  # which may not hold m
+        group_sizes = group_sizes.astype(jnp.int32)
     sizes = jnp.clip(group_sizes, 0, m).astype(jnp.int32)
     # A sum may overflow only after one that exceeds m, of which the running maximum keeps m.
     ends = _running(jnp.max, jnp.clip(_running(jnp.sum, sizes), 0, m))

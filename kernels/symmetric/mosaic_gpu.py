@@ -11,9 +11,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from swjax.kernels import tiles
 from swjax.kernels.availability import Unavailable
 from swjax.kernels.mosaic_gpu import pipeline
-from swjax.kernels.mosaic_gpu.assignment import Assignment, assign
 from swjax.kernels.mosaic_gpu.pipeline import LINE, TILE_M, Ref, Scratch, SumSteps
 
 STEP = LINE // 2  # elements of a step along the contracted axis
@@ -62,8 +62,7 @@ class SymmetricWork:
       a, b, addend, factors, out: arguments and result of `reference.symmetric_product`.
       by_columns: whether a and b are [batch, k, m].
       stages: number of slots of the rings.
-      block: the number of the cluster.
-      assignment: which cluster computes which units.
+      block: the number of the cluster, of `clusters`.
     """
 
     a: Ref
@@ -75,7 +74,7 @@ class SymmetricWork:
     by_columns: bool
     stages: int
     block: jax.Array
-    assignment: Assignment
+    clusters: int
 
     columns: ClassVar[int] = TILE
     sum_dtype: ClassVar[jax.typing.DTypeLike] = jnp.float32
@@ -92,10 +91,10 @@ class SymmetricWork:
 
     def units(self) -> jax.Array:
         remaining = pl.cdiv(self.out.shape[0] * self.rows, 2)
-        return self.assignment.count(self.pairs + remaining, self.block)
+        return pipeline.unit_count(self.pairs + remaining, self.block, self.clusters)
 
     def place(self, unit: jax.Array) -> Place:
-        number, rank = self.assignment.number(self.block, unit), lax.axis_index("cluster")
+        number, rank = self.block + unit * self.clusters, lax.axis_index("cluster")
         shares = number < self.pairs
         # Row i of pairs starts at number i^2.
         within = lax.rem(number, self.rows**2)
@@ -252,15 +251,12 @@ def symmetric_product(
     batch, m = a.shape[0], a.shape[2 if by_columns else 1]
     if factors is None:
         factors = jnp.broadcast_to(jnp.float32([1, 1, 0]), (batch, 3))
-    rows = pl.cdiv(m, 2 * TILE)
-    units = batch * rows**2 + pl.cdiv(batch * rows, 2)
-    steps = pl.cdiv(a.shape[1 if by_columns else 2], LINE)  # half as many: a tile is half as wide
-    assignment = assign(units, steps, cluster=CLUSTER, multiprocessors=multiprocessors)
+    clusters = (multiprocessors or tiles.multiprocessors()) // CLUSTER
     stages, pieces = (6, 1) if addend is None else (4, PIECES)
 
     def symmetric_kernel(a, b, addend, factors, result, scratch):
         inputs, block = (a, b, addend, factors, result), lax.axis_index("block")
-        work = SymmetricWork(*inputs, scratch, by_columns, stages, block, assignment)
+        work = SymmetricWork(*inputs, scratch, by_columns, stages, block, clusters)
         pipeline.run_in_turns(work, scratch)
 
     ring = (stages, STEP, TILE) if by_columns else (stages, TILE, STEP)
@@ -278,7 +274,7 @@ def symmetric_product(
         symmetric_kernel,
         jax.ShapeDtypeStruct((batch, m, m), a.dtype),
         scratch,
-        blocks=assignment.clusters,
+        blocks=clusters,
         interpret=interpret,
         cluster=(CLUSTER,),
         cluster_names=("cluster",),

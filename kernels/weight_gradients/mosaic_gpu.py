@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from swjax.kernels import tiles
 from swjax.kernels.availability import Unavailable
-from swjax.kernels.mosaic_gpu import assignment, pipeline
+from swjax.kernels.mosaic_gpu import pipeline
 from swjax.kernels.mosaic_gpu.pipeline import HALF, LINE, TILE_M, TILE_N, Ref, Scratch, SumSteps
 from swjax.kernels.mosaic_gpu.slices import Part, Schedule, Slices, best_slices
 
@@ -195,7 +195,7 @@ def weight_gradient_group(
         largest=steps // 8,  # a slice has at least about 8 steps
         write_tokens=WRITE_TOKENS,
     )
-    schedule = Schedule(math.prod(grid), blocks, steps, slices, assignment.is_persistent())
+    schedule = Schedule(math.prod(grid), blocks, steps, slices)
     spec = WeightGradientSpec(grid, step_tokens, schedule)
 
     def weight_gradient_kernel(x, gs, *refs):
@@ -210,7 +210,7 @@ def weight_gradient_group(
         (jax.ShapeDtypeStruct((k, n), schedule.written_dtype(out_dtype)),) * layers,
         rings=[((step_tokens, TILE_M), x.dtype), ((step_tokens, TILE_N), x.dtype)],
         stages=WeightGradientWork.stages,
-        blocks=schedule.launched,
+        blocks=blocks,
         cluster=1,
         interpret=interpret,
     )(x, gs)

@@ -18,6 +18,7 @@ from swjax.linear.checks import (
     check_prologue,
     check_same_shape,
     check_shapes,
+    dtype_of_output,
     gate_and_up,
     weight_array,
     weight_quantizer,
@@ -348,16 +349,11 @@ def _layer(
     emulated = implementation != "xla" and recipe.is_emulated(formats)
     auto.warn_if_slow(recipe.dtypes, emulated)
     dispatch.check_products(implementation, _products(recipe, formats))
-    kind = jnp.inexact if jnp.iscomplexobj(x) else jnp.floating
-    if out_dtype is not None and not jnp.issubdtype(out_dtype, kind):
-        raise ValueError(
-            f"out_dtype must be a floating dtype, got {jnp.dtype(out_dtype)}: cast y instead"
-        )
     return Layer(
         recipe,
         sharding,
         dtype=x.dtype.name,
-        out_dtype=jnp.dtype(x.dtype if out_dtype is None else out_dtype).name,
+        out_dtype=dtype_of_output(x, out_dtype),
         w_dtype=None if isinstance(w, QTensor) else w.dtype.name,
         addend_dtype=None if addend is None else addend.dtype.name,
         implementation=implementation,

@@ -148,6 +148,19 @@ def check_dtypes(
         raise ValueError(needs)
 
 
+def dtype_of_output(x: jax.Array, out_dtype: jax.typing.DTypeLike | None) -> str:
+    """The name of the dtype of y: `out_dtype`, or that of x for None.
+
+    Raises:
+      ValueError: it is not a floating dtype, nor, for a complex x, a complex one.
+    """
+    dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
+    kind = jnp.inexact if jnp.iscomplexobj(x) else jnp.floating
+    if out_dtype is not None and not jnp.issubdtype(dtype, kind):
+        raise ValueError(f"out_dtype must be a floating dtype, got {dtype}: cast y instead")
+    return dtype.name
+
+
 def _check_quantized(w: QTensor, recipe: str | Recipe) -> None:
     quantizer = weight_quantizer(recipe)
     columns = 1 if quantizer.has_one_scale else w.values.shape[0]

@@ -298,7 +298,13 @@ def shape_of(w: jax.Array | QTensor) -> tuple[int, ...]:
 def check_shapes(
     name: str, x: jax.Array | jax.ShapeDtypeStruct, w: Any, group_sizes: jax.Array
 ) -> None:
-    """Raises a ValueError if shapes or dtypes do not fit."""
+    """Raises a ValueError if these are not arrays, or shapes or dtypes do not fit."""
+    for operand, array in {"x": x, "w": w, "group_sizes": group_sizes}.items():
+        if not isinstance(array, QTensor) and not hasattr(array, "dtype"):
+            got = type(array).__name__
+            raise ValueError(
+                f"{operand} must be an array, got a {got}: pass jnp.asarray({operand})"
+            )
     shape = shape_of(w)
     fit = x.ndim == 2 and len(shape) == 3 and x.shape[1] == shape[1]
     if not fit or group_sizes.shape != shape[:1]:

@@ -134,11 +134,11 @@ class Planner:
 
     def _key(self, jaxpr, origins: Origins, opaque: str) -> tuple:
         """What determines the results of a plan for a jaxpr, which the plan keeps alive."""
-        recipe_of = lambda o: self.choices[o.paths[0]].recipe if o.paths else None
+        choice_of = lambda o: self.choices[o.paths[0]] if o.paths else None
         return (
             id(jaxpr),
             opaque,
-            *(o and (o.changed, len(o.paths), recipe_of(o), o.spec) for o in origins),
+            *(o and (o.changed, len(o.paths), choice_of(o), o.dtype, o.spec) for o in origins),
         )
 
     def _step(self, eqn, found: Origins, repeats: int, opaque: str) -> tuple[Step, Origins]:

@@ -5,12 +5,11 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from swjax.kernels import dispatch
 from swjax.kernels.reference import QTensor
 from swjax.linear import experts, ragged_rules
-from swjax.linear.checks import check_activation, check_prologue, weight_array
+from swjax.linear.checks import check_activation, check_prologue, dtype_of_output, weight_array
 from swjax.linear.layer import Layer
 from swjax.linear.layouts import Layout, Spec
 from swjax.linear.prologues import Prologue, input_spec
@@ -153,7 +152,7 @@ def _layer(x, w, sharding: Sharding, *, out_dtype, **settings: Any) -> Layer:
     return Layer(
         sharding=sharding,
         dtype=x.dtype.name,
-        out_dtype=jnp.dtype(x.dtype if out_dtype is None else out_dtype).name,
+        out_dtype=dtype_of_output(x, out_dtype),
         w_dtype=None if isinstance(w, QTensor) else w.dtype.name,
         **settings,
     )

@@ -67,6 +67,8 @@ def linear_cross_entropy(
     tokens = x.shape[-2]
     count = max(1, math.ceil(tokens / chunk))
     where = jnp.ones(labels.shape, bool) if where is None else where
+    # 8 or 16 bits may not hold v, with which labels are compared.
+    labels = labels.astype(jnp.int32) if labels.dtype.itemsize < 4 else labels
     x = jnp.where(where[..., None], x, 0)
     chunks = tuple(_split(count, a, axis=labels.ndim - 1) for a in (x, labels, where))
     options: dict[str, Any] = {"recipe": recipe, "implementation": implementation, "layout": layout}

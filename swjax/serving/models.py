@@ -62,7 +62,9 @@ def prequantize(model: NNXModel) -> NNXModel:
     kernels become 8-bit values and scales, and the fp32 kernels are dropped. The forward pass gives
     bit-identical values, because it would quantize the weights in the same way, with one scale per tensor
     (`switchback`, `switchback_m`, `fp8_switchback`, `fp8_tensorwise`) or one per channel (`switchback_q`,
-    `llm_int8`). The change cannot be undone. The new kernels are not `nnx.Param`s, so they have no gradient.
+    `llm_int8`). `int8_hadamard` and `fp8_hadamard` rotate a kernel in its own dtype, so the values differ
+    where Flax would first promote a 16-bit kernel to the float32 of its inputs. The change cannot be undone.
+    The new kernels are not `nnx.Param`s, so they have no gradient.
 
     Embeddings, norms, biases, `standard` layers, layers with an outlier threshold, layers in an
     `nnx.WeightNorm` or `nnx.SpectralNorm`, `nnx.Einsum`, and `nnx.LinearGeneral` layers with batch axes keep

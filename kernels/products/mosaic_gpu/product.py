@@ -1,6 +1,5 @@
 """The quantized product."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,10 +11,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from swjax.kernels import tiles
 from swjax.kernels.availability import Unavailable
 from swjax.kernels.formats import QTensor
 from swjax.kernels.mosaic_gpu import pipeline
-from swjax.kernels.mosaic_gpu.assignment import Assignment, assign
 from swjax.kernels.mosaic_gpu.pipeline import HALF, LINE, TILE_M, TILE_N, Ref, Scratch, SumSteps
 from swjax.kernels.products.tiles import MosaicTile, mosaic_tile
 
@@ -47,7 +46,7 @@ class MatmulSpec:
     Attributes:
       m, n, k: sizes of a [m, k] and b [n, k].
       grid: rows and columns of tiles in the output; the tiles of a cluster count as one.
-      assignment: which cluster of blocks processes which tiles.
+      blocks: clusters of blocks that share the tiles.
       cluster: 2 if two blocks, whose tiles are adjacent rows, share their tile of b: the cluster loads it
         once (multicast).
       tile: how the kernel cuts its work.
@@ -61,7 +60,7 @@ class MatmulSpec:
     n: int
     k: int
     grid: tuple[int, int]
-    assignment: Assignment
+    blocks: int
     cluster: int
     tile: MosaicTile
     out_dtype: str
@@ -74,7 +73,7 @@ class TiledWork:
     """The base of `MatmulWork` and `MatmulSumWork`: finds tiles, copies their operands, multiplies.
 
     Attributes:
-      spec: sizes, with the attributes `m`, `grid`, `assignment`, `cluster` and `tile` of `MatmulSpec`.
+      spec: sizes, with the attributes `m`, `grid`, `blocks`, `cluster` and `tile` of `MatmulSpec`.
       columns: number of columns of a tile.
     """
 
@@ -93,13 +92,13 @@ class TiledWork:
 
     def units(self) -> jax.Array:
         rows, columns = self.spec.grid
-        return self.spec.assignment.count(rows * columns, self.block)
+        return pipeline.unit_count(rows * columns, self.block, self.spec.blocks)
 
     def corner(self, unit: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The first row and column of a tile."""
         spec = self.spec
         row, column = plgpu.planar_snake(
-            spec.assignment.number(self.block, unit), spec.grid, 1, spec.tile.width
+            self.block + unit * spec.blocks, spec.grid, 1, spec.tile.width
         )
         rank = lax.axis_index("cluster") if spec.cluster > 1 else 0
         return (row * spec.cluster + rank) * TILE_M, column * self.columns
@@ -254,18 +253,12 @@ def matmul(
     tile = tile or mosaic_tile(n, k)
     if fused is not None:  # memory of a slot serves the addend
         tile = replace(tile, stages=min(tile.stages, 3))
-    grid = pl.cdiv(m, TILE_M * cluster), pl.cdiv(n, TILE_N)
     spec = MatmulSpec(
         m=m,
         n=n,
         k=k,
-        grid=grid,
-        assignment=assign(
-            math.prod(grid),
-            pl.cdiv(k, LINE),
-            cluster=cluster,
-            multiprocessors=multiprocessors,
-        ),
+        grid=(pl.cdiv(m, TILE_M * cluster), pl.cdiv(n, TILE_N)),
+        blocks=(multiprocessors or tiles.multiprocessors()) // cluster,
         cluster=cluster,
         tile=tile,
         out_dtype=out_dtype,
@@ -282,7 +275,7 @@ def matmul(
         jax.ShapeDtypeStruct((m, n), out_dtype),
         rings=[((TILE_M, LINE), a.values.dtype), ((TILE_N, LINE), b.values.dtype)],
         stages=spec.tile.stages,
-        blocks=spec.assignment.clusters,
+        blocks=spec.blocks,
         cluster=cluster,
         addend=spec.addend,
         interpret=interpret,

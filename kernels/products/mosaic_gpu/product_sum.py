@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from swjax.kernels import tiles
 from swjax.kernels.availability import Unavailable
 from swjax.kernels.formats import QTensor
 from swjax.kernels.mosaic_gpu import pipeline
-from swjax.kernels.mosaic_gpu.assignment import Assignment, assign
-from swjax.kernels.mosaic_gpu.pipeline import HALF, LINE, TILE_M, TILE_N, Ref, Scratch, SumSteps
+from swjax.kernels.mosaic_gpu.pipeline import HALF, LINE, TILE_M, Ref, Scratch, SumSteps
 from swjax.kernels.products.mosaic_gpu.product import TiledWork
 from swjax.kernels.products.mosaic_gpu.product import why_not as why_not_product
 from swjax.kernels.products.tiles import PRODUCT_SUM_TILE, MosaicTile
@@ -48,13 +48,13 @@ class MatmulSumSpec:
     Attributes:
       m: number of rows.
       steps: number of steps of one product along the contracted axis.
-      grid, assignment, cluster, tile: see `product.MatmulSpec`.
+      grid, blocks, cluster, tile: see `product.MatmulSpec`.
     """
 
     m: int
     steps: int
     grid: tuple[int, int]
-    assignment: Assignment
+    blocks: int
     cluster: int
     tile: MosaicTile
 
@@ -132,14 +132,8 @@ def matmul_sum(
     m, n = math.prod(shape), b[0].values.shape[0]
     cluster = 2 if m > TILE_M else 1
     grid = pl.cdiv(m, TILE_M * cluster), pl.cdiv(n, COLUMNS)
-    steps = pl.cdiv(k, LINE)
-    assignment = assign(
-        math.prod(grid),
-        len(a) * steps * COLUMNS // TILE_N,
-        cluster=cluster,
-        multiprocessors=multiprocessors,
-    )
-    spec = MatmulSumSpec(m, steps, grid, assignment, cluster, tile)
+    blocks = (multiprocessors or tiles.multiprocessors()) // cluster
+    spec = MatmulSumSpec(m, pl.cdiv(k, LINE), grid, blocks, cluster, tile)
 
     def matmul_sum_kernel(inputs, out, scratch):
         pipeline.run(MatmulSumWork(spec, inputs, out, scratch, lax.axis_index("block")), scratch)
@@ -157,7 +151,7 @@ def matmul_sum(
         jax.ShapeDtypeStruct((m, n), out_dtype),
         rings=[((TILE_M, LINE), a[0].values.dtype), ((COLUMNS, LINE), b[0].values.dtype)],
         stages=tile.stages,
-        blocks=assignment.clusters,
+        blocks=blocks,
         cluster=cluster,
         piece=PIECE,
         interpret=interpret,
