@@ -6,7 +6,6 @@ from itertools import pairwise
 import implementations
 import interpreters
 import jax
-import jax.numpy as jnp
 import kernel_oracle as oracle
 import numpy as np
 import pytest
