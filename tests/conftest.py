@@ -7,6 +7,7 @@ import hashlib
 import os
 import re
 import shutil
+import sys
 import threading
 from functools import partial
 from importlib.metadata import version
@@ -29,11 +30,12 @@ os.environ.setdefault(
     "JAX_DISABLE_MOST_OPTIMIZATIONS", str(int(os.environ["JAX_PLATFORMS"] == "cpu"))
 )
 
-# A test may start several processes: they share compiled modules also where Python keeps none, as in
+# Processes of tests share compiled modules, and later runs reuse them, also where Python keeps none, as in
 # many containers. Otherwise each process compiles what it imports, which doubles the time to start.
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
-    cache = Path(__file__).parent.parent / ".cache" / "pycache"
-    os.environ.setdefault("PYTHONPYCACHEPREFIX", str(cache))
+    modules = str(Path(__file__).parent.parent / ".cache" / "pycache")
+    sys.pycache_prefix = os.environ.setdefault("PYTHONPYCACHEPREFIX", modules)
+    sys.dont_write_bytecode = False
 
 # A program that one test compiled serves all others, in every process of pytest and in later runs. JAX's keys
 # contain the program, the options and XLA's version; the folder's name contains the instructions of the CPU.

@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from PIL import Image
 
 from swjax import data, evaluators
 from swjax.data import imagenet
@@ -189,6 +190,21 @@ def test_retrieval_matches_brute_force(source):
         for k in (1, 5, 10):
             assert scores[f"val/{direction}_R@{k}"] == np.mean(rank < k), (direction, k)
     assert 0 < scores["val/image_to_text_R@1"] < scores["val/image_to_text_R@5"] < 1
+
+
+def test_rows_of_a_table_that_name_one_picture_are_one_image(tmp_path):
+    rows, lists = ["image,caption"], []
+    for number, name in enumerate(NAMES[:3]):
+        Image.fromarray(np.full((4, 4, 3), number, np.uint8)).save(tmp_path / f"{number}.png")
+        captions = [f"a {name}", f"one {name}"]
+        rows += [f"{number}.png,{caption}" for caption in (*captions, "")]
+        lists.append(json.dumps({"image": f"{number}.png", "caption": captions}))
+    scores = []
+    for name, lines in (("t.csv", rows), ("t.jsonl", lists)):
+        (tmp_path / name).write_text("\n".join(lines) + "\n")
+        source = data.source("table", str(tmp_path / name), data_dir=str(tmp_path))
+        scores.append(evaluators.Retrieval(Model(), source, **SIZES).run(np.float32(1)))
+    assert scores[0] == scores[1]
 
 
 def test_retrieval_among_the_first_captions(source):

@@ -10,7 +10,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from swjax.kernels import dispatch, tiles
-from swjax.kernels.triton_gpu import launcher
+from swjax.kernels.triton_gpu import arithmetic, launcher
 
 
 def run(operation, *arrays, **options):
@@ -79,6 +79,15 @@ def poisoned(shape, dtype) -> np.ndarray:
     return np.full(shape, 99 if dtype.kind in "iu" else np.nan, dtype)
 
 
+class Reductions(interpreter.ReduceOps):
+    """The interpreter calls the functions of reductions for each element; this takes NumPy for maxima."""
+
+    def apply_impl(self, arrays):
+        if self.combine_fn is arithmetic.nan_maximum:
+            return self.min_max(arrays, val_reduce_op=np.max)
+        return super().apply_impl(arrays)
+
+
 def patch_language(lang, scope, patch=interpreter._patch_lang_core):
     """Makes loop variables of `tl.range` tensors, as in compiled kernels; the interpreter has integers."""
     patch(lang, scope)
@@ -125,5 +134,6 @@ def install():
     """Replaces the launcher in this process. Not done on import, since pytest imports every file."""
     interpreter.interpreter_builder.__class__ = Builder
     interpreter._patch_lang_core = patch_language
+    interpreter.ReduceOps = Reductions
     launcher.call = call
     tiles.multiprocessors = lambda: 1  # so that each program handles several blocks

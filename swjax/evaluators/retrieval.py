@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from swjax import data
+from swjax.data.table import Pictures, Table
 from swjax.evaluators import embed
 from swjax.evaluators.ranking import chance, ranks, recall, top
 from swjax.evaluators.zeroshot import Prediction
@@ -36,6 +37,7 @@ class Retrieval(embed.OfSet):
     An image may have several captions, and a caption several images. A query is answered within the first k
     if any correct candidate is among them. Texts that the model reads as one, such as "A cat" and "a cat", or
     texts that differ after the last token that it reads, count as one caption. Ties count against the model.
+    Rows of a table that name one picture are one image with several captions.
 
     Args:
       predict: see `swjax.evaluators.embed`.
@@ -59,6 +61,7 @@ class Retrieval(embed.OfSet):
         name: str = "val",
         **reading: Any,
     ):
+        source = Pictures(source) if isinstance(source, Table) else source
         super().__init__(predict, source, name, f"split {name!r}", **reading)
         self._captions_per_image = captions_per_image
 

@@ -33,7 +33,7 @@ from swjax.training.optimizer import split_frozen
 from swjax.training.setup import Parts, assemble, use_compilation_cache
 from swjax.training.state.checkpoint import Checkpoints
 from swjax.training.state.restore import first_state
-from swjax.training.step import Batch, State, make_loss_and_grad, step_key
+from swjax.training.step import Batch, State, factor_of_loss, make_loss_and_grad, step_key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,7 +223,8 @@ def _gradients(
     @partial(jax.jit, compiler_options=sharding.compiler_options())
     def measure(state, batch):
         trainable, frozen = split_frozen(state["params"], config.optimizer.freeze)
-        grads = loss_and_grad(trainable, frozen, batch, step_key(config, state["step"])).grads
+        key, scale = step_key(config, state["step"]), factor_of_loss(config, state)
+        grads = loss_and_grad(trainable, frozen, batch, key, scale).grads
         # None is the block axis of a single tensor, and the gradient of a frozen one.
         is_none = partial(operator.is_, None)
         stacked = jax.tree.leaves(clip.block_axes(grads), is_leaf=is_none)
@@ -233,7 +234,7 @@ def _gradients(
             if g is None:
                 continue
             reduced = tuple(range(0 if axis is None else 1, g.ndim))
-            magnitude, name = jnp.abs(g), path_name(path)
+            magnitude, name = jnp.abs(g) / scale, path_name(path)
             norms[name] = jnp.sqrt(jnp.sum(jnp.square(magnitude), reduced))
             # The maximum over devices drops NaN, unlike the sum.
             largest[name] = jnp.where(jnp.isnan(norms[name]), jnp.nan, jnp.max(magnitude, reduced))
