@@ -1,7 +1,10 @@
 """The parameters of language models that stay in 16 bits, by the names in their paths."""
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 # Parts of paths of parameters that language models keep in 16 bits; a part is what stands between slashes.
 _KEPT = {
@@ -19,6 +22,7 @@ _NAMES = {
     "embedding": "embedding or tied head",
     "lora": "matrix of LoRA",
 }  # of kinds, in reports
+LLM = "llm"  # the expression that matches the paths of all others, see `expanded`
 # A regular expression of these parameters: see `swjax.quantized`.
 KEPT_IN_LLMS = (
     r"(?i)(?:.*[/.])?(?:"
@@ -49,6 +53,25 @@ def kept_kind_among(path: str, paths: Collection[str]) -> str:
         if any(re.match(rf"{re.escape(up)}(?:_proj)?\b", other) for other in paths):
             return ""
     return kind
+
+
+def is_named(rules: Any) -> bool:
+    """Whether rules are "llm", or have this expression."""
+    return rules == LLM or (isinstance(rules, Mapping) and LLM in rules)
+
+
+def expanded(rules: Mapping[str, T], paths: Collection[str]) -> dict[str, T]:
+    """Rules in which an expression of `paths` stands for "llm"; without it, if they keep all paths.
+
+    >>> expanded({"llm": "int8_hadamard"}, ["mlp/up", "mlp/down", "lm_head"])
+    {'(?:mlp/up|mlp/down)': 'int8_hadamard'}
+    """
+    own = [re.escape(path) for path in paths if not kept_kind_among(path, paths)]
+    return {
+        f"(?:{'|'.join(own)})" if pattern == LLM else pattern: rule
+        for pattern, rule in rules.items()
+        if own or pattern != LLM
+    }
 
 
 def reason(kind: str) -> str:

@@ -16,6 +16,7 @@ from flax import errors, traverse_util
 from flax import linen as nn
 from flax.linen import spmd
 
+from swjax.kept import is_named
 from swjax.kernels.reference import QTensor
 from swjax.linear.api import gated_mlp, plain_weight, switchback
 from swjax.linear.checks import check_activation
@@ -227,7 +228,7 @@ def quantized(
     switchback: fwd int8 row x int8 tensor, dgrad int8 row x int8 tensor, wgrad not quantized
     (4, 2)
     """
-    if recipes == "llm":
+    if is_named(recipes):
         raise TypeError(
             'swjax.linen.quantized reads no "llm", because it meets the layers one by one: use '
             'swjax.quantized(model.apply, "llm")'

@@ -1,7 +1,6 @@
 """SwitchBack for Flax NNX: drop-in layers, and `quantize_model` for existing models."""
 
 import dataclasses
-import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
@@ -411,8 +410,9 @@ def quantize_model(
     Args:
       model: any NNX model, modified in place.
       recipes: {regular expression: recipe}. An expression must match a module's whole path, such as
-        "encoder/layers/0/mlp/fc1"; the first match is used. Layers without a match do not change. Or "llm":
-        "switchback" for all layers but the heads, routers and gates of experts, see `swjax.KEPT_IN_LLMS`.
+        "encoder/layers/0/mlp/fc1"; the first match is used. Layers without a match do not change. The
+        expression "llm" matches all layers but heads, routers and gates of experts, see `swjax.KEPT_IN_LLMS`.
+        Or "llm", short for ``{"llm": "switchback"}``.
       implementation: see `swjax.kernels.dispatch`; None chooses.
 
     Returns:
@@ -432,19 +432,17 @@ def quantize_model(
     switchback: fwd int8 row x int8 tensor, dgrad int8 row x int8 tensor, wgrad not quantized
     """
     linears = {path: module for path, module in _modules(model) if product_name(module)}
-    rules: Any = recipes
-    if recipes == "llm":
-        switched = [path for path in linears if not kept.kept_kind_among(path, linears)]
-        if not switched:
-            raise ValueError(
-                f"the rules 'llm' need linear layers of Flax other than heads and routers, got none in a "
-                f'{type(model).__name__}: swjax.quantized(fn, "llm") converts layers of any kind'
-            )
-        rules = {re.escape(path): "switchback" for path in switched}
+    is_llm = kept.is_named(recipes)
+    rules: Any = {kept.LLM: "switchback"} if recipes == kept.LLM else recipes
     get_all(rules)  # refuses unknown ones
+    if is_llm and all(kept.kept_kind_among(path, linears) for path in linears):
+        raise ValueError(
+            f"the rules 'llm' need linear layers of Flax other than heads and routers, got none in a "
+            f'{type(model).__name__}: swjax.quantized(fn, "llm") converts layers of any kind'
+        )
     chosen = {
         path: get(recipe, *_matrix_of(linears[path]))
-        for path, recipe in first_match(rules, linears).items()
+        for path, recipe in first_match(kept.expanded(rules, linears), linears).items()
     }
     for path in chosen:
         refuse_dot_general_cls(path, linears[path])
@@ -464,7 +462,7 @@ def quantize_model(
         nnx_blocks.fuse(module, _gated_mlp_of)
     converted = [path for path, recipe in chosen.items() if recipe != Recipe()]
     warn_if_only_kept(converted, "print swjax.nnx.describe_model(model)")
-    if recipes == "llm":
+    if is_llm:
         _warn_if_mostly_unreached(describe_model(model))
     return model
 

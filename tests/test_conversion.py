@@ -560,6 +560,10 @@ def test_the_rules_of_language_models():
     assert recipes == [RECIPES["switchback"], RECIPES["switchback"], None, None]
     reasons = [report[name].reason for name in names]
     assert reasons == ["", "", "the router stays in 16 bits", "the head stays in 16 bits"]
+    swjax.nnx.quantize_model(model, {"lm_head": "llm_int8", "llm": "int8_hadamard"})
+    by_path = {m.path: m.recipe for m in swjax.nnx.describe_model(model)}
+    recipes = [by_path[name] for name in names]
+    assert recipes == [RECIPES["int8_hadamard"]] * 2 + [None, RECIPES["llm_int8"]]
 
     class Experts(nnx.Module):
         def __init__(self):
@@ -569,7 +573,7 @@ def test_the_rules_of_language_models():
     with pytest.warns(UserWarning, match="because Experts multiplies experts/stack/w itself"):
         swjax.nnx.quantize_model(model, "llm")
     with pytest.raises(TypeError, match=r"use swjax.quantized\(model.apply, \"llm\"\)"):
-        with swjax.linen.quantized("llm"):
+        with swjax.linen.quantized({"llm": "int8_hadamard"}):
             pass
 
 

@@ -569,6 +569,10 @@ def test_a_gate_beside_experts_stays_and_one_beside_up_does_not():
     fn = lambda p, x: sum((x @ w for w in p.values()), x)
     report = swjax.quantized(fn).report(params, X)
     assert set(params) - converted(report) == {"moe/gate"}
+    rules = {"gate": "standard", "llm": "int8_hadamard", ".*gate": "llm_int8"}
+    by_path = {p.path: p.recipe for p in swjax.quantized(fn, rules).report(params, X)}
+    assert by_path.pop("gate") is None and by_path.pop("moe/gate") == RECIPES["llm_int8"]
+    assert set(by_path.values()) == {RECIPES["int8_hadamard"]}
 
 
 def test_the_first_rule_counts_and_a_recipe_may_be_one_of_yours():
@@ -648,8 +652,7 @@ def test_the_report_is_a_table():
 @pytest.mark.parametrize("recipe", ["switchback", "switchback_q", "int8_hadamard"])
 def test_frozen_parameters_give_the_values_of_float_ones(recipe):
     """In a scan with remat; LoRA beside them has the same gradients, and weights are quantized in no call."""
-    rules = {swjax.KEPT_IN_LLMS: "standard", ".*": recipe}
-    int8, params = swjax.quantized(language_model, rules), parameters()
+    int8, params = swjax.quantized(language_model, {"llm": recipe}), parameters()
     frozen = int8.freeze(params, TOKENS, only="layers/.*")
     assert frozen["layers"]["out"]["w"].values.shape == (2, WIDTH, WIDTH)
     stays = frozen["embedder"]["embedding"], frozen["layers"]["norm"]["scale"]

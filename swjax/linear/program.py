@@ -314,11 +314,11 @@ def quantized(
       fn: a function of parameters and further arguments, such as a loss or an `apply`; or of an NNX model or
         its state. Only the first argument has parameters.
       rules: {regular expression: recipe}. An expression must match the whole path of a parameter, such as
-        "layers/0/mlp/up_proj/kernel"; the first match is used, and "standard" keeps a product. Or "llm": all
-        products but those of routers, gates of experts, norms, embeddings and heads, that is
-        ``{swjax.KEPT_IN_LLMS: "standard", ".*": "switchback"}``, but a `gate` next to an `up` is quantized.
-        With "llm" and the recipe "auto", `jax.lax.ragged_dot` of few rows an expert stays in 16 bits, see
-        `swjax.auto.few_rows`.
+        "layers/0/mlp/up_proj/kernel"; the first match is used, and "standard" keeps a product. The
+        expression "llm" matches all parameters but those of routers, gates of experts, norms, embeddings and
+        heads, see `swjax.KEPT_IN_LLMS`; a `gate` next to an `up` is an MLP's. Or "llm", short for
+        ``{"llm": "switchback"}``. With "llm" and the recipe "auto", `jax.lax.ragged_dot` of few rows an
+        expert stays in 16 bits, see `swjax.auto.few_rows`.
       implementation: see `swjax.kernels.dispatch`; None chooses.
       sharded_like: a tree with the paths of the parameters: arrays, `jax.ShapeDtypeStruct`s with shardings,
         shardings or PartitionSpecs. On meshes with axes of type Auto, kernels need them, because inside
@@ -355,7 +355,7 @@ def quantized(
                 f"{type(fn).__name__}: pass {remedy}"
             )
     dot_general(implementation=implementation)  # refuses one that does not exist
-    if rules != "llm":
+    if rules != kept.LLM:
         recipes.get_all(rules)  # type: ignore[arg-type]  # it refuses other types
     return Quantized(fn, rules, implementation, _specs(sharded_like, tokens), tokens)
 
@@ -416,26 +416,22 @@ def _entries(spec: P | None, ndim: int) -> tuple | None:
 
 def _choices(rules: str | Mapping[str, str | Recipe], paths: Sequence[str]) -> dict[str, Choice]:
     if isinstance(rules, str):
-        return {path: _llm_choice(path, paths) for path in paths}
-    named = recipes.first_match(rules, paths, kind="parameter")
+        rules = {kept.LLM: "switchback"}
+    by_kind = {pattern: (rule, pattern == kept.LLM) for pattern, rule in rules.items()}
+    named = recipes.first_match(kept.expanded(by_kind, paths), paths, kind="parameter")
     choices = {}
     for path in paths:
-        recipe = recipes.get(named[path]) if path in named else None
-        reason = UNMATCHED
+        rule, is_llm = named.get(path, (None, False))
+        recipe, reason = None if rule is None else recipes.get(rule), UNMATCHED
+        if rule is None and kept.is_named(rules):
+            reason = kept.reason(kept.kept_kind_among(path, paths))
         if recipe == Recipe():
             recipe, reason = None, "its rule is 'standard'"
-        automatic = named.get(path) == auto.NAME
+        automatic = is_llm or rule == auto.NAME
         choices[path] = Choice(recipe, "" if recipe else reason, automatic=automatic)
         if kept.kept_kind(path) == "lora":
             choices[path] = Choice(None, kept.reason("lora"))
     return choices
-
-
-def _llm_choice(path: str, paths: Sequence[str]) -> Choice:
-    kind = kept.kept_kind_among(path, paths)
-    if not kind:
-        return Choice(recipes.get("switchback"), automatic=True)
-    return Choice(None, kept.reason(kind))
 
 
 def _warn(planner: Planner) -> None:
