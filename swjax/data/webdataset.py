@@ -93,7 +93,7 @@ class WebDataset(Photographs):
             name = tar.split_name(member.name)
             if name and key not in ("", name[0]):
                 raise BadExample(
-                    f"files of {key} and {name[0]}: the tar has changed since it was opened"
+                    f"files of {key} and {name[0]}: the tar has changed since its positions were stored"
                 )
             if name:
                 key = name[0]

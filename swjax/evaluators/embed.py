@@ -87,7 +87,7 @@ class Images(NamedTuple):
       embeddings: unit vectors [n, e] float32.
       labels: [n], label of each image.
       numbers: [n], index of each image in the source.
-      digests: uint8 [n, 8], a hash of the pixels of each image.
+      digests: uint8 [n, 8], a hash of the pixels of each image; zeros if not wanted.
       rows: [m], rows of the images whose pixels were kept.
       pixels: uint8 [m, height, width, channels], or None if no pixels were kept.
     """
@@ -112,6 +112,7 @@ def images(
     fitting: data.Fitting = SHORTEST,
     share: Share = ALONE,
     count: int = 0,
+    hashed: bool = False,
     what: str = "",
     on_bad: str = "skip",
     max_bad_share: float = 0.01,
@@ -127,6 +128,7 @@ def images(
       tokenizer, fitting: what makes the tokens, and how pictures become squares, as in training.
       share: this process's share of each batch.
       count: number of images whose pixels are kept, evenly spaced over the source.
+      hashed: whether to hash the pixels, which takes about 0.2 ms for 224 x 224.
       what: the set, for the beginning of errors.
       on_bad, max_bad_share: see `swjax.data.skipping.Skips`.
 
@@ -154,7 +156,10 @@ def images(
     parts, kept = [], None
     for batch in _blame(batches, what):
         embedding = predict(params, {"image": batch["image"]})["image"]
-        own = *(batch[name] for name in ("mask", "label", "index")), _digests(batch["image"])
+        own = (
+            *(batch[name] for name in ("mask", "label", "index")),
+            _digests(batch["image"], hashed),
+        )
         mask, *others = (_join(column, share) for column in own)
         columns = unit(_gather(embedding)), *others
         parts.append([column[mask] for column in columns])
@@ -271,7 +276,9 @@ def _gather(x) -> np.ndarray:
     return np.asarray(multihost_utils.process_allgather(x, tiled=True))
 
 
-def _digests(images: np.ndarray) -> np.ndarray:
+def _digests(images: np.ndarray, hashed: bool) -> np.ndarray:
+    if not hashed:
+        return np.zeros((len(images), 8), np.uint8)
     hashes = (hashlib.blake2b(image.tobytes(), digest_size=8).digest() for image in images)
     return np.frombuffer(b"".join(hashes), np.uint8).reshape(-1, 8)
 

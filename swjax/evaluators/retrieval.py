@@ -66,8 +66,9 @@ class Retrieval(embed.OfSet):
 
     def images(self, params: Any, *, count: int = 0) -> embed.Images:
         """Embeds the images of the set, and keeps the pixels of `count` evenly spaced images."""
-        images = self._images(params, count=count)
-        if self._source.class_names or not self._source.photographs:
+        merged = self._source.photographs and not self._source.class_names
+        images = self._images(params, count=count, hashed=merged)
+        if not merged:
             return images
         _, first, group = np.unique(images.digests, return_index=True, return_inverse=True, axis=0)
         firsts = first[group.ravel()]  # of each image the first one with the same pixels
