@@ -268,3 +268,20 @@ def test_report_of_a_run_names_examples_and_the_command(reference, tmp_path):
     text = Page(path).text
     assert f"python -m swjax diagnostics replay {run} --step=" in text
     assert "8 examples" in text and ": pattern " in text
+
+
+def test_batches_are_those_of_the_config_of_their_step(reference, tmp_path):
+    """A run that went on with another batch size after step 4."""
+    run = shutil.copytree(reference[1], tmp_path / "run")
+    expected = replay.batch_examples(run)(3)
+    (entry,) = map(json.loads, (run / "config_history.jsonl").read_text().splitlines())
+    entry["config"]["train"]["batch_size"] = 4
+    (run / "config.json").write_text(json.dumps(entry["config"]))
+    with open(run / "config_history.jsonl", "a") as file:
+        file.write(json.dumps(entry | {"step": 4}) + "\n")
+    examples = replay.batch_examples(run)
+    assert examples(3) == expected
+    assert len(examples(5)) == len(examples(6)) == 4
+    shutil.rmtree(run / "checkpoints" / "4")
+    with pytest.raises(ConfigError, match="depends on a checkpoint of step 4"):
+        examples(5)

@@ -312,38 +312,3 @@ class Table(Photographs):
 
     def __reduce__(self) -> tuple:
         return functools.partial(Table, **self._arguments), (self._path,)
-
-
-class Pictures(Photographs):
-    """The pictures of a table, each with the captions of all rows that name it."""
-
-    def __init__(self, table: Table):
-        rows: dict[str, list[int]] = {}
-        for row in range(len(table)):
-            rows.setdefault(table.key(row), []).append(row)
-        self._table, self._rows = table, list(rows.values())
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def key(self, index: int) -> str:
-        """Returns the picture's path, see `Table.key`."""
-        return self._table.key(self._rows[index][0])
-
-    def record(self, index: int) -> Record:
-        """Reads a picture and its captions."""
-        captions = self.captions(index)
-        return Record(self._table.image(self._rows[index][0]), captions)
-
-    def captions(self, label: int) -> tuple[str, ...]:
-        """Returns the captions of a picture, without those that cannot be used if there are others."""
-        found: list[str] = []
-        reason: BadExample | None = None
-        for row in self._rows[label]:
-            try:
-                found += self._table.captions(row)
-            except BadExample as error:
-                reason = error
-        if reason is not None and not found:
-            raise reason
-        return tuple(found)
