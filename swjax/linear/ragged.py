@@ -70,6 +70,7 @@ def ragged_switchback(
         `group_sizes` is concrete), or the recipe, the prologue or the implementation does not exist or is not
         supported.
 
+    >>> import jax.numpy as jnp
     >>> x, w = jnp.ones((5, 3)), jnp.stack([jnp.ones((3, 2)), jnp.full((3, 2), 2.0)])
     >>> ragged_switchback(x, w, jnp.array([1, 3]))[:, 0].tolist()
     [3.0, 6.0, 6.0, 6.0, 0.0]
@@ -119,6 +120,7 @@ def gated_ragged_mlp(
     Raises:
       ValueError: as `ragged_switchback`, or the activation does not exist.
 
+    >>> import jax.numpy as jnp
     >>> x, w, w_down = jnp.ones((3, 4)), jnp.ones((2, 4, 8)), jnp.ones((2, 8, 4))
     >>> y = gated_ragged_mlp(x, w, w, w_down, jnp.array([2, 0]))
     >>> y.shape, bool(jnp.any(y[0])), bool(jnp.any(y[2]))
