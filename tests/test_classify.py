@@ -113,3 +113,6 @@ def test_a_probe_separates_colors(weights, tmp_path, capsys):
     (tmp_path / "val" / "red").rename(tmp_path / "val" / "pink")
     with pytest.raises(ValueError, match="only one of them has pink, red"):
         probe.probe(encoder, *sets)
+    for split in ("train", "val"):  # two classes of one name, as in ImageNet
+        (tmp_path / split / "classnames.txt").write_text("cold\ncold\nwarm\n")
+    assert probe.probe(encoder, *sets) == {"probe/top1": 1.0}

@@ -6,7 +6,6 @@ from itertools import pairwise
 import implementations
 import interpreters
 import jax
-import jax.numpy as jnp
 import kernel_oracle as oracle
 import numpy as np
 import pytest
@@ -209,7 +208,7 @@ def test_tiles_cover_every_row_once_and_none_outside(case, rows):
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16"])
 def test_group_sizes_of_few_bits_add_up_to_many_rows(dtype):
-    sizes = jnp.full(400, 100, dtype)
+    sizes = jax.numpy.full(400, 100, dtype)
     np.testing.assert_array_equal(bounds(sizes, 50_000)[1], 100 * np.arange(1, 401))
 
 

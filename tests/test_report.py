@@ -177,6 +177,13 @@ def test_run_without_evaluation_or_stable_adamw(run):
     assert drawn == {"loss.png", "loss-dark.png", "optimizer.png", "optimizer-dark.png"}
 
 
+def test_only_the_softmax_loss_limits_the_logit_scale():
+    metrics = {"train/logit_scale": records.Series(np.array([1]), np.array([112.0]))}
+    assert "at most 100" in charts.draw_optimizer(Figure(), metrics, charts.LIGHT)
+    metrics["train/logit_bias"] = metrics["train/logit_scale"]
+    assert charts.draw_optimizer(Figure(), metrics, charts.LIGHT) == ""
+
+
 def test_empty_workdir(tmp_path):
     page = Page(report.write(tmp_path))
     assert "No train/loss in metrics.jsonl: the run has not logged a step yet" in page.text
@@ -491,7 +498,7 @@ def test_runs_are_listed_with_what_differs(two_runs, runs_command):
     assert done.returncode == 0, done.stderr
     header, first, second = done.stdout.splitlines()
     assert header.split() == (
-        "run state loss Zero-shot top-1, emoji Image to text R@10 samples/s time recipe".split()
+        "run state loss Zero-shot top-1, emoji Image to text R@10 samples/s/device time recipe".split()
     )
     assert first.split() == "a finished, 12 0.333 21.3% 63.4% 512 6 s switchback".split()
     assert second.split() == "b/<b> at step 12 0.333 512 6 s standard".split()

@@ -160,7 +160,7 @@ class Model(nnx.Module):
         self.dropout = nnx.Dropout(0.5, deterministic=True, rngs=rngs)
         self.batched = nnx.LinearGeneral(16, 16, batch_axis={0: 2}, rngs=rngs)
         self.outliers = swjax.nnx.Linear(16, 16, recipe="llm_int8_outlier6", rngs=rngs)
-        self.untouched = nnx.Linear(16, 4, rngs=rngs)
+        self.untouched = swjax.nnx.Linear(16, 4, recipe="mxfp8", rngs=rngs)  # weights in blocks
         swjax.nnx.quantize_model(self, {"cast|attention/.*|batched": "switchback"})
 
     def __call__(self, x):

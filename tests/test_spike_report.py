@@ -4,8 +4,10 @@ import json
 import shutil
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from micro_run import records, train
 from test_report import Page
@@ -13,6 +15,7 @@ from test_report import Page
 from swjax import report
 from swjax.diagnostics.__main__ import main
 from swjax.diagnostics.names import OPERANDS
+from swjax.optax import dynamic_loss_scale
 from swjax.report import spikes
 from swjax.tools import replay
 from swjax.training.config import ConfigError
@@ -222,12 +225,14 @@ def test_gradients_of_a_run_with_frozen_parameters(micro, monkeypatch):
     blocks = {"w": jnp.array([[3.0, 4.0], [0.0, 1.0]])}
     params = {"text": {"blocks": blocks, "b": jnp.ones(4)}, "vision": {"w": jnp.ones(3)}}
 
-    def loss_and_grad(trainable, *_):
-        return SimpleNamespace(grads=trainable)
+    def loss_and_grad(trainable, frozen, batch, key, scale):
+        return SimpleNamespace(grads=jax.tree.map(lambda x: x * scale, trainable))
 
     monkeypatch.setattr(replay, "make_loss_and_grad", lambda *_: loss_and_grad)
-    state = {"params": params, "step": jnp.int32(0)}
-    found = replay._gradients(micro(optimizer__freeze="vision"), None, state, None)
+    opt_state = dynamic_loss_scale(optax.sgd(1.0), 8.0).init({})
+    state = {"params": params, "opt_state": opt_state, "step": jnp.int32(0)}
+    config = micro(optimizer__freeze="vision", optimizer__loss_scaling="dynamic")
+    found = replay._gradients(config, None, state, None)
     assert found == {"text/blocks/w/0": (5, 4), "text/blocks/w/1": (1, 1), "text/b": (2, 1)}
 
 
@@ -263,3 +268,20 @@ def test_report_of_a_run_names_examples_and_the_command(reference, tmp_path):
     text = Page(path).text
     assert f"python -m swjax diagnostics replay {run} --step=" in text
     assert "8 examples" in text and ": pattern " in text
+
+
+def test_batches_are_those_of_the_config_of_their_step(reference, tmp_path):
+    """A run that went on with another batch size after step 4."""
+    run = shutil.copytree(reference[1], tmp_path / "run")
+    expected = replay.batch_examples(run)(3)
+    (entry,) = map(json.loads, (run / "config_history.jsonl").read_text().splitlines())
+    entry["config"]["train"]["batch_size"] = 4
+    (run / "config.json").write_text(json.dumps(entry["config"]))
+    with open(run / "config_history.jsonl", "a") as file:
+        file.write(json.dumps(entry | {"step": 4}) + "\n")
+    examples = replay.batch_examples(run)
+    assert examples(3) == expected
+    assert len(examples(5)) == len(examples(6)) == 4
+    shutil.rmtree(run / "checkpoints" / "4")
+    with pytest.raises(ConfigError, match="depends on a checkpoint of step 4"):
+        examples(5)

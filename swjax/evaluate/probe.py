@@ -98,7 +98,10 @@ def _embedded(encoder: inference.Encoder, train: str, test: str, data_dir: str):
             image_size=vision.image_size,
             fitting=Fitting.of(vision),
         )
-        number = np.array([names.index(name) for name in source.class_names])
+        # ImageNet has pairs of equal names: equal names keep their order.
+        ours, theirs = (np.argsort(each, kind="stable") for each in (names, source.class_names))
+        number = np.empty_like(ours)
+        number[theirs] = ours
         parts.append((found.embeddings, number[found.labels]))
     return *parts, names
 

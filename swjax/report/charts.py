@@ -281,7 +281,8 @@ def draw_optimizer(figure: "Figure", metrics: Metrics, theme: Theme) -> str:
         axes.plot(series.step, series.value, color=theme.series[0], linewidth=1.2)
         axes.set_title(label, loc="left", fontsize=9.5, color=theme.ink, pad=3)
         axes.locator_params(axis="y", nbins=3)
-    return "The logit scale is clipped to at most 100."
+    is_sigmoid = "train/logit_bias" in metrics  # its logit scale has no limit
+    return "" if is_sigmoid else "The logit scale is clipped to at most 100."
 
 
 def draw_throughput(figure: "Figure", metrics: Metrics, theme: Theme) -> str:

@@ -137,7 +137,7 @@ def table(runs: Sequence[Run]) -> list[list[str]]:
     """A header, and a row per run: state, loss, scores, throughput, time and differing config keys."""
     names = [name for name in _score_names(runs) if name.endswith(page.HEADLINES)]
     differing = differences(runs)
-    header = ["run", "state", "loss", *map(page.label, names), "samples/s", "time"]
+    header = ["run", "state", "loss", *map(page.label, names), "samples/s/device", "time"]
     rows = [[*header, *short_names(differing)]]
     for run in runs:
         loss, rate, time = (

@@ -66,9 +66,9 @@ def prequantize(model: NNXModel) -> NNXModel:
     where Flax would first promote a 16-bit kernel to the float32 of its inputs. The change cannot be undone.
     The new kernels are not `nnx.Param`s, so they have no gradient.
 
-    Embeddings, norms, biases, `standard` layers, layers with an outlier threshold, layers in an
-    `nnx.WeightNorm` or `nnx.SpectralNorm`, `nnx.Einsum`, and `nnx.LinearGeneral` layers with batch axes keep
-    their weights.
+    Embeddings, norms, biases, `standard` layers, layers with an outlier threshold or a block format, layers
+    in an `nnx.WeightNorm` or `nnx.SpectralNorm`, `nnx.Einsum`, and `nnx.LinearGeneral` layers with batch axes
+    keep their weights.
 
     Args:
       model: any NNX model, modified in place. It may consist of shapes, as by `nnx.eval_shape`. Layers may be
@@ -108,7 +108,7 @@ def prequantize(model: NNXModel) -> NNXModel:
         raise ValueError(
             "prequantize needs a model with quantized linear layers, got none with float weights: "
             "choose their recipes first, with swjax.nnx.quantize_model or by recipe=, "
-            "and prequantize once; llm_int8_outlier6 keeps its float weights"
+            "and prequantize once; llm_int8_outlier6 and block formats keep their float weights"
         )
     for layer, recipe in layers:
         _prequantize(layer, recipe)
@@ -116,7 +116,8 @@ def prequantize(model: NNXModel) -> NNXModel:
 
 
 def _can_be_quantized(recipe: Recipe | None) -> TypeGuard[Recipe]:
-    return recipe is not None and recipe.fwd is not None and not recipe.fwd.outlier_threshold
+    fwd = None if recipe is None else recipe.fwd
+    return fwd is not None and not fwd.outlier_threshold and not fwd.in_blocks
 
 
 def _prequantize(layer: nnx.Linear | nnx.LinearGeneral, recipe: Recipe) -> None:
