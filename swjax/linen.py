@@ -20,7 +20,7 @@ from swjax.kept import is_named
 from swjax.kernels.reference import QTensor
 from swjax.linear.api import gated_mlp, plain_weight, switchback
 from swjax.linear.checks import check_activation
-from swjax.linear.contraction import DotGeneral, dot_general
+from swjax.linear.contraction import DotGeneral, dot_general, keywords_of
 from swjax.linear.conversion import (
     MAY_IGNORE,
     NOT_RUN,
@@ -396,7 +396,8 @@ class _Interceptor:
                 f"matches: pass the expressions of its quantization"
             )
         product = dot_general(recipe, implementation=recipe.implementation(self._implementation))
-        return _multiply(module, kernel, product, *args, **kwargs)
+        given = keywords_of(module.dot_general)
+        return _multiply(module, kernel, partial(product, **given), *args, **kwargs)
 
     def _run_einsum(self, module: nn.Einsum, path: str, recipe: Recipe | None, call, args, kwargs):
         if recipe is None:
@@ -439,7 +440,8 @@ def _computing_as(module, path: str, recipe: Recipe | None, implementation: str 
         refuse_dot_general_cls(path, module)
         named = recipe.implementation(implementation)
         product = dot_general(recipe, implementation=named, layout=_layout(module))
-        other = {"dot_general": product}
+        given = keywords_of(module.dot_general)
+        other = {"dot_general": partial(product, **given) if given else product}
         if not _tuple(getattr(module, "batch_dims", ())):
             _note_kernel(module, recipe, len(_tuple(module.features)))
     before = {name: getattr(module, name) for name in other}

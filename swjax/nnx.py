@@ -17,7 +17,7 @@ from swjax.linear.api import gated_mlp as fused_gated_mlp
 from swjax.linear.api import mlp as fused_mlp
 from swjax.linear.api import plain_weight, switchback
 from swjax.linear.checks import OPERAND_DTYPES, check_activation, weight_array
-from swjax.linear.contraction import DotGeneral, dot_general
+from swjax.linear.contraction import DotGeneral, dot_general, keywords_of
 from swjax.linear.conversion import (
     MAY_IGNORE,
     NO_LAYOUT,
@@ -250,7 +250,7 @@ def gated_mlp(
 def _can_fuse(*layers: nnx.Linear) -> bool:
     """Whether one rule can compute the layers of an MLP, of which the last may have another layout."""
     alike = _alike(*layers, but="layout") and _alike(*layers[:-1])
-    return alike and layers[0].preferred_element_type is None and not is_active()
+    return alike and _options(layers[0])["out_dtype"] is None and not is_active()
 
 
 def _options_of_mlp(first: nnx.Linear, last: nnx.Linear) -> dict[str, Any]:
@@ -368,9 +368,10 @@ def _options(layer: nnx.Linear) -> dict[str, Any]:
         return layer._options()
     product = product_of(layer)
     assert product is not None, "`_alike` refuses layers that are not converted"
+    given = keywords_of(getattr(layer.dot_general, "replaced", None))
     return {
         "recipe": product.recipe,
-        "out_dtype": layer.preferred_element_type,
+        "out_dtype": layer.preferred_element_type or given.get("preferred_element_type"),
         "precision": layer.precision,
         "implementation": product.implementation,
         "layout": product.layout,
@@ -387,7 +388,7 @@ class _Product:
 
     def __call__(self, *args, **kwargs) -> jax.Array:
         multiply = self.product.einsum if self.is_einsum else self.product
-        return multiply(*args, **kwargs)
+        return multiply(*args, **keywords_of(self.replaced) | kwargs)
 
 
 def quantize_model(

@@ -184,6 +184,24 @@ def test_a_layer_of_the_models_own_is_converted_and_restored():
     assert jnp.all(swjax.nnx.restore_model(model)(X) == before)
 
 
+def test_options_of_the_product_that_a_recipe_replaces_are_kept():
+    """Heads in bfloat16 whose logits are float32: they became bfloat16."""
+    product = partial(jax.lax.dot_general, preferred_element_type=jnp.float32)
+    options = {"dtype": "bfloat16", "use_bias": False, "dot_general": product}
+    head = nnx.Linear(8, 4, rngs=nnx.Rngs(0), **options)
+    mlp = GatedMLP(nnx.Rngs(0), **options)
+    swjax.nnx.quantize_model(nnx.List([head, mlp]), {".*": "switchback"})
+    (together,) = swjax.nnx.linears((head,), X)
+    assert head(X).dtype == together.dtype == mlp(X).dtype == jnp.float32
+    layer, want = nn.Dense(4, **options), swjax.dot_general("switchback")
+    params = layer.init(jax.random.key(0), X)
+    with swjax.linen.quantized({".*": "switchback"}):
+        got = layer.apply(params, X)
+    x, w = (a.astype("bfloat16") for a in (X, params["params"]["kernel"]))
+    want = want(x, w, (((X.ndim - 1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+    assert got.dtype == jnp.float32 and jnp.all(got == want)
+
+
 def test_equal_conversions_share_a_compiled_program():
     first, second = (Model(nnx.Rngs(seed)) for seed in range(2))
     for model in (first, second):

@@ -283,6 +283,17 @@ def dot_general(
     return DotGeneral(recipes.get(recipe), implementation, layout)
 
 
+def keywords_of(replaced: Any) -> dict[str, Any]:
+    """The options that the product of a layer has as a `functools.partial`; a recipe's product keeps them.
+
+    >>> import jax.numpy as jnp
+    >>> keywords_of(partial(jax.lax.dot_general, preferred_element_type=jnp.float32))
+    {'preferred_element_type': <class 'jax.numpy.float32'>}
+    """
+    given = replaced.keywords if isinstance(replaced, partial) else {}
+    return {name: given[name] for name in ("precision", "preferred_element_type") if name in given}
+
+
 def _remaining(array, *used: Dimensions) -> Dimensions:
     return tuple(axis for axis in range(array.ndim) if not any(axis in axes for axes in used))
 
