@@ -4,8 +4,10 @@ import json
 import shutil
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from micro_run import records, train
 from test_report import Page
@@ -13,6 +15,7 @@ from test_report import Page
 from swjax import report
 from swjax.diagnostics.__main__ import main
 from swjax.diagnostics.names import OPERANDS
+from swjax.optax import dynamic_loss_scale
 from swjax.report import spikes
 from swjax.tools import replay
 from swjax.training.config import ConfigError
@@ -218,16 +221,19 @@ def test_replay_is_the_run_bit_for_bit(run, step, start):
     assert len(found.examples) == 8 and "pattern" in found.examples[0]
 
 
-def test_gradients_of_a_run_with_frozen_parameters(micro, monkeypatch):
+@pytest.mark.parametrize("scaling", ["", "dynamic"])
+def test_gradients_of_a_run_with_frozen_parameters(scaling, micro, monkeypatch):
     blocks = {"w": jnp.array([[3.0, 4.0], [0.0, 1.0]])}
     params = {"text": {"blocks": blocks, "b": jnp.ones(4)}, "vision": {"w": jnp.ones(3)}}
 
-    def loss_and_grad(trainable, *_):
-        return SimpleNamespace(grads=trainable)
+    def loss_and_grad(trainable, frozen, batch, key, scale):
+        return SimpleNamespace(grads=jax.tree.map(lambda x: x * scale, trainable))
 
     monkeypatch.setattr(replay, "make_loss_and_grad", lambda *_: loss_and_grad)
-    state = {"params": params, "step": jnp.int32(0)}
-    found = replay._gradients(micro(optimizer__freeze="vision"), None, state, None)
+    opt_state = dynamic_loss_scale(optax.identity()).init(params)
+    state = {"params": params, "step": jnp.int32(0), "opt_state": opt_state}
+    config = micro(optimizer__freeze="vision", optimizer__loss_scaling=scaling)
+    found = replay._gradients(config, None, state, None)
     assert found == {"text/blocks/w/0": (5, 4), "text/blocks/w/1": (1, 1), "text/b": (2, 1)}
 
 

@@ -21,7 +21,7 @@ from swjax.data import history
 from swjax.diagnostics import recorder
 from swjax.diagnostics.names import RMS
 from swjax.models import clip, sharding
-from swjax.optax import path_name
+from swjax.optax import loss_scale, path_name
 from swjax.training import config as config_lib
 from swjax.training.config import ConfigError
 from swjax.training.inputs import open_batches, open_source
@@ -223,7 +223,10 @@ def _gradients(
     @partial(jax.jit, compiler_options=sharding.compiler_options())
     def measure(state, batch):
         trainable, frozen = split_frozen(state["params"], config.optimizer.freeze)
-        grads = loss_and_grad(trainable, frozen, batch, step_key(config, state["step"])).grads
+        scale = loss_scale(state["opt_state"]) if config.optimizer.loss_scaling else 1.0
+        key = step_key(config, state["step"])
+        scaled = loss_and_grad(trainable, frozen, batch, key, scale).grads
+        grads = jax.tree.map(lambda g: g / scale, scaled)  # an overflow stays visible
         # None is the block axis of a single tensor, and the gradient of a frozen one.
         is_none = partial(operator.is_, None)
         stacked = jax.tree.leaves(clip.block_axes(grads), is_leaf=is_none)
