@@ -22,8 +22,8 @@ class Chip:
       fp8, int8: peaks in 8 bits, or None.
       compute_capability: of an NVIDIA GPU; "" for a TPU.
       core_count: multiprocessors of an NVIDIA GPU.
-      block_formats: recipes of block formats whose products are not emulated. On Hopper a kernel scales sums
-        of fp8 products; matrix units of Blackwell multiply the formats.
+      block_formats: recipes of block formats for which the chip has matrix units, or on Hopper a kernel.
+        `targets.block_formats` has those that are not emulated.
       devices: JAX devices per chip.
       memory: GiB that the driver reports, for a TPU those that it has, one for each size that is sold; () if
         unknown.

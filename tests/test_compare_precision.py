@@ -48,6 +48,25 @@ def test_probes_see_outputs_and_their_gradients():
     )
 
 
+def test_probes_fit_a_siglip():
+    """It has no class token."""
+    cfg = clip.config(
+        "tiny",
+        recipe="standard",
+        architecture="siglip",
+        embed_dim=16,
+        vision={"width": 16, "layers": 1, "heads": 2, "image_size": 16, "patch_size": 8},
+        text={"width": 16, "layers": 1, "heads": 2, "context_length": 4},
+    )
+    graphdef, params = layer_errors.probed(cfg, 3, seed=0)
+
+    def loss(params):
+        return jnp.sum(nnx.merge(graphdef, params).encode_image(jnp.ones((3, 16, 16, 3)))[0])
+
+    probe = jax.eval_shape(jax.grad(loss), params)["vision"]["blocks"]["mlp"]["fc2"]["probe"]
+    assert probe.shape == (1, 2, 3, 4, 16)
+
+
 @pytest.mark.release
 def test_layers_training_and_page(tmp_path, capsys):
     """Compares one arm only, without quantization: compilation dominates the time."""
@@ -78,6 +97,7 @@ def test_layers_training_and_page(tmp_path, capsys):
         (["--arms", "standard:float32"], "compares the reference with itself"),
         (["--arms", "standard"], "compares the reference with itself"),
         (["--examples=20", "--batch-size=8"], "at most the 8 pairs"),
+        (["--config.optimizer.lora.rank=4"], "no float32 reference: set it to 0"),
     ],
 )
 def test_mistakes_are_one_line(flags, hint, tmp_path, capsys):

@@ -181,8 +181,8 @@ def test_metadata_of_the_imagefolder_of_hugging_face(tmp_path):
     )
     assert pickle.loads(pickle.dumps(source)).captions(0) == ("a fox",)
     (tmp_path / "train/metadata.jsonl").unlink()
-    write(tmp_path, "metadata.csv", "file_name,text\ntrain\\1.jpg, an owl\n")
-    assert data.source("folders", str(tmp_path)).captions(1) == ("an owl",)
+    write(tmp_path, "metadata.csv", "file_name,text\ntrain\\1.jpg, an owl\ntrain/1.jpg,a bird\n")
+    assert data.source("folders", str(tmp_path)).captions(1) == ("an owl", "a bird")
     write(tmp_path, "metadata.csv", "file_name,text\nother/1.jpg,an owl\n")
     with pytest.raises(ValueError, match="names no picture of the folder, but 'other/1.jpg'"):
         data.source("folders", str(tmp_path))

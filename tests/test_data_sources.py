@@ -136,6 +136,11 @@ def test_samples_of_one_name_stay_apart(tmp_path):
     assert [source[i]["captions"] for i in range(2)] == [("number 0",), ("number 1",)]
     with pytest.raises(ValueError, match="no txt file, only jpg"):
         source.record(2)
+    with tarfile.open(tmp_path / "x.tar", "w") as out:  # while the source is open
+        add(out, "0.txt", b"another")
+        add(out, "1.jpg", jpeg(0))
+    with pytest.raises(ValueError, match="files of 0 and 1: the tar has changed"):
+        source.record(0)
 
 
 def test_an_archive_after_the_end_is_damage(tmp_path):

@@ -220,6 +220,7 @@ def test_sharpness_is_the_maximum_over_the_box():
     best = np.max([loss(point) for point in points], axis=0)
     found = diagnostics.logit_sharpness(jnp.float32(z), labels, radius=radius)
     np.testing.assert_allclose(found, 100 * (best - loss(z)) / (1 + loss(z)), rtol=2e-3)
+    assert np.isnan(diagnostics.logit_sharpness(jnp.float32(z), np.array([-1, 4, -100]))).all()
     with pytest.raises(ValueError, match=r"labels must have the shape .*\(3,\), got \(2,\)"):
         diagnostics.logit_sharpness(z, labels[:2])
 

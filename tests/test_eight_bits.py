@@ -12,8 +12,10 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from swjax.optax import (
+    adamw_rms_by_path,
     decoded_moments,
     eight_bit_moments,
+    from_adamw_state,
     muon,
     per_tensor_guard,
     rms_by_path,
@@ -187,6 +189,24 @@ def test_nnx_and_ensembles():
     first = jax.jit(lambda params: optimizer.update(params, optimizer.init(params), params)[0])
     want, got = first(one), jax.vmap(first)(two)
     np.testing.assert_allclose(got["w"][1], want["w"], atol=1e-6)
+    with pytest.raises(ValueError, match=r"single step count, got \(2,\): decode the states"):
+        decoded_moments(jax.vmap(optimizer.init)(two))
+
+
+@jax.numpy_dtype_promotion("standard")  # optax's Adam raises a float to an int32 power
+def test_functions_that_read_adamw_decode_its_moments():
+    params = {"w": jax.random.normal(jax.random.key(0), (64, 128))}
+    adamw, ours = optax.adamw(1e-2), stable_adamw(1e-2).init(params)
+    _, want = adamw.update(params, adamw.init(params), params)
+    _, state = eight_bit_moments(adamw).update(
+        params, eight_bit_moments(adamw).init(params), params
+    )
+    np.testing.assert_allclose(adamw_rms_by_path(state, params)["w"], 1, atol=0.02)
+    got, want = (from_adamw_state(s, ours, b1=0.9, b2=0.999).mu["w"] for s in (state, want))
+    np.testing.assert_allclose(got, want, rtol=0.2)
+    encoded = eight_bit_moments(stable_adamw(1e-2)).init(params)
+    with pytest.raises(ValueError, match="opt_state must have float moments: remove eight_bit_mom"):
+        from_adamw_state(state, encoded, b1=0.9, b2=0.999)
 
 
 def test_an_init_outside_of_jit_compiles_few_operations():

@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from PIL import Image
 
 from swjax import data, evaluators
 from swjax.data import imagenet
@@ -163,7 +164,12 @@ def test_imagenet_is_scored_by_the_published_protocol_and_merged():
     scorer = zero_shot(model, source, templates=("{}",))
     vectors = embed.unit(model.text(tokens(source.class_names)))
     images = embed.Images(
-        vectors[source.labels], np.array(source.labels), np.arange(4), np.zeros(0), None
+        vectors[source.labels],
+        np.array(source.labels),
+        np.arange(4),
+        np.zeros((4, 8)),
+        np.zeros(0),
+        None,
     )
     scores = scorer.run(np.float32(1), images)
     argmax = np.argmax(np.round(images.embeddings @ vectors.T, 5), axis=1)
@@ -189,6 +195,27 @@ def test_retrieval_matches_brute_force(source):
         for k in (1, 5, 10):
             assert scores[f"val/{direction}_R@{k}"] == np.mean(rank < k), (direction, k)
     assert 0 < scores["val/image_to_text_R@1"] < scores["val/image_to_text_R@5"] < 1
+
+
+def test_photographs_with_equal_pixels_are_one_image(tmp_path):
+    """A table with a row for each caption is scored as one with lists of captions."""
+    rows, lists = ["image,caption"], []
+    for number, name in enumerate(NAMES[:3]):
+        Image.fromarray(np.full((4, 4, 3), number, np.uint8)).save(tmp_path / f"{number}.png")
+        captions = [f"a {name}", f"one {name}"]
+        rows += [f"{number}.png,{caption}" for caption in captions]
+        lists.append(json.dumps({"image": f"{number}.png", "caption": captions}))
+    scores, shown = [], []
+    for name, lines in (("t.csv", rows), ("t.jsonl", lists)):
+        (tmp_path / name).write_text("\n".join(lines) + "\n")
+        source = data.source("table", str(tmp_path / name), data_dir=str(tmp_path))
+        retrieval = evaluators.Retrieval(Model(), source, **SIZES)
+        images = retrieval.images(np.float32(1), count=9)
+        scores.append(retrieval.run(np.float32(1), images))
+        shown.append(retrieval.predictions(np.float32(1), count=9, images=images))
+    assert scores[0] == scores[1]
+    assert [p.name for p in shown[0]] == [p.name for p in shown[1]]
+    assert [p.image[0, 0, 0] for p in shown[0]] == [0, 1, 2]
 
 
 def test_retrieval_among_the_first_captions(source):

@@ -36,6 +36,7 @@ POINTERS = {
     "float8_e5m2": "*fp8e5",
 }
 FC1 = shapes.block(1280)["fc1"]
+IN_BLOCKS = {"dtypes": ("int8", "int8"), "block": 1024, "rotation": 128}
 
 
 def array(shape, dtype="float32"):
@@ -289,7 +290,7 @@ def test_attention_runs_on_tensor_cores_from_wide_loads(
 def test_int8_weight_gradients_compile(compiled, capability, shape, tmp_path):
     tokens, k, n = shape
     x, g = array((tokens, k), "bfloat16"), array((tokens, n), "bfloat16")
-    options = {"dtypes": ("int8", "int8"), "block": 1024, "rotation": 128, "out_dtype": "float32"}
+    options = IN_BLOCKS | {"out_dtype": "float32"}
     product = compiled(capability, in_triton("block_weight_gradient"), x, g, **options)
     assert instructions(product, r"wgmma.*s32\.s8" if capability == 90 else r"mma\.sync.*s32\.s8")
     cut = {"BLOCKS": -(-tokens // 1024), "LENGTH": 1024}
@@ -341,7 +342,7 @@ RAGGED = {
     "rotated weight gradient": (
         "ragged_block_weight_gradient",
         (ROWS_X, (ROWS_G,), SIZES),
-        {"dtypes": ("int8", "int8"), "block": 1024, "rotation": 128},
+        IN_BLOCKS,
     ),
 }
 
@@ -420,12 +421,17 @@ def test_spills_on_blackwell_are_bounded(compiled, capability, tmp_path):
     assert_no_spills(compiled(capability, in_triton("attention"), q, q, q), tmp_path, of_attention)
     backward = compiled(capability, in_triton("attention_backward"), q, q, q, q, lse, q)
     assert_no_spills(backward, tmp_path, of_gradient)
-    options = {"dtypes": ("int8", "int8"), "block": 1024, "rotation": 128, "out_dtype": "float32"}
+    options = IN_BLOCKS | {"out_dtype": "float32"}
     product = compiled(capability, in_triton("block_weight_gradient"), X, HIDDEN, **options)
     assert_no_spills(product, tmp_path, of_weights)
 
 
 # --- Mosaic -------------------------------------------------------------------------------------------
+
+
+needs_jax_11 = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason="the kernel needs jax 0.11, as dispatch says"
+)
 
 
 def lowered(function, *arrays, **options) -> str:
@@ -437,15 +443,13 @@ def lowered(function, *arrays, **options) -> str:
     "dtypes, scales, out_dtype",
     [
         (("int8", "int8"), 1, "bfloat16"),
-        ((E5M2, E4M3), 2560, "float32"),
+        pytest.param((E5M2, E4M3), 2560, "float32", marks=needs_jax_11),
         release(("int8", "int8"), 2560, "float16"),
         release((E4M3, E4M3), 2560, "float32"),
-        release((E4M3, E5M2), 1, "bfloat16"),
+        pytest.param((E4M3, E5M2), 1, "bfloat16", marks=[needs_jax_11, pytest.mark.release]),
     ],
 )
 def test_mosaic_products_lower_for_hopper(dtypes, scales, out_dtype):
-    if jax.__version_info__ < (0, 11) and dtypes[0] != dtypes[1]:
-        pytest.skip("two fp8 formats in one product: needs jax 0.11, as dispatch says")
     a, b = quantized(1088, 1280, dtypes[0]), quantized(2560, 1280, dtypes[1], scales)
     terms = {"bias": array((2560,)), "addend": array((1088, 2560), out_dtype)}
     for names in ([], ["bias"], ["addend"]):
@@ -455,14 +459,7 @@ def test_mosaic_products_lower_for_hopper(dtypes, scales, out_dtype):
 
 
 @pytest.mark.parametrize(
-    "case",
-    [
-        "int8",
-        *(
-            release(case)
-            for case in ("16 bits", "16 bits, input gradient", "rotated weight gradient")
-        ),
-    ],
+    "case", ["int8", *(release(case) for case in RAGGED if case not in ("int8", "weight gradient"))]
 )
 def test_mosaic_ragged_products_lower_for_hopper(case):
     operation, arrays, options = RAGGED[case]
@@ -479,7 +476,7 @@ def test_mosaic_products_of_blocks_lower_for_hopper(scales, out_dtype):
     assert "mosaic_gpu" in lowered(in_mosaic("block_matmul"), *operands, out_dtype=out_dtype)
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the kernel needs jax 0.11")
+@needs_jax_11
 @pytest.mark.parametrize(
     "contract, addend, m", [(-2, False, 1280), (-1, True, 256), release(-1, True, 1280)]
 )
@@ -491,61 +488,60 @@ def test_mosaic_symmetric_products_lower_for_hopper(contract, addend, m):
     assert "mosaic_gpu" in lowered(function, x, x, *terms, contract=contract)
 
 
-@pytest.mark.parametrize("slices", [release(Slices(0, 0.0, 1)), Slices(132, 0.5, 3)])
-@pytest.mark.parametrize("dtype", ["bfloat16", release("float16")])
-def test_mosaic_weight_gradients_lower_for_hopper(slices, dtype):
-    x, g = array((5000, 1280), dtype), array((5000, 5120), dtype)
-    assert "mosaic_gpu" in lowered(in_mosaic("weight_gradient"), x, g, slices=slices)
+ONE_SLICE = Slices(0, 0.0, 1)
 
 
-@pytest.mark.parametrize("slices", [release(Slices(0, 0.0, 1)), Slices(264, 0.5, 1)])
-@pytest.mark.parametrize("dtype", ["bfloat16", release("float16")])
-def test_mosaic_int8_weight_gradients_lower_for_hopper(slices, dtype):
-    x, g = array((5000, 1280), dtype), array((5000, 5120), dtype)
-    options = dict(dtypes=("int8", "int8"), block=1024, rotation=128, out_dtype=dtype)
-    present = array((5000,), dtype)
-    program = lowered(in_mosaic("block_weight_gradient"), x, g, present, slices=slices, **options)
-    assert program.count("custom_call @mosaic_gpu") == 3  # two rotations and a product
-
-
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the kernel needs jax 0.11")
-@pytest.mark.parametrize("dtype", ["bfloat16", release("float16")])
 @pytest.mark.parametrize(
-    "tokens, width, causal",
+    "operation, slices",
     [
+        ("weight_gradient", Slices(132, 0.5, 3)),
+        ("block_weight_gradient", Slices(264, 0.5, 1)),
+        release("weight_gradient", ONE_SLICE),
+        release("block_weight_gradient", ONE_SLICE),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", release("float16")])
+def test_mosaic_weight_gradients_lower_for_hopper(operation, slices, dtype):
+    x, g, present = (array((5000, *of), dtype) for of in ((1280,), (5120,), ()))
+    arrays, options, kernels = (x, g), {}, 1
+    if operation == "block_weight_gradient":
+        arrays, options, kernels = (x, g, present), IN_BLOCKS | {"out_dtype": dtype}, 3
+    program = lowered(in_mosaic(operation), *arrays, slices=slices, **options)
+    assert program.count("custom_call @mosaic_gpu") == kernels  # 3: two rotations and a product
+
+
+# Passes take different lengths. {pass: (tokens, width, causal); the first two are lowered in every run}
+ATTENTION = {
+    "attention": [
         (257, 80, False),
         (200, 64, True),
-        release(257, 64, False),
-        release(197, 64, False),
-        release(129, 80, False),
-        release(264, 80, False),
-        release(99, 64, False),
+        *((tokens, 64, False) for tokens in (257, 197, 99)),
+        *((tokens, 80, False) for tokens in (129, 264)),
     ],
-)
-def test_mosaic_attention_lowers_for_hopper(tokens, width, causal, dtype):
-    q = array((128, tokens, 16, width), dtype)
-    assert "mosaic_gpu" in lowered(in_mosaic("attention"), q, q, q, causal=causal)
-
-
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the kernel needs jax 0.11")
-@pytest.mark.parametrize("dtype", ["bfloat16", release("float16")])
-@pytest.mark.parametrize(
-    "tokens, width, causal",
-    [
+    "attention_backward": [
         (257, 80, False),
         (77, 64, True),
-        release(257, 64, False),
-        release(197, 64, False),
-        release(129, 80, True),
-        release(260, 80, False),
-        release(320, 64, False),
-        release(99, 64, False),
+        (129, 80, True),
+        (260, 80, False),
+        *((tokens, 64, False) for tokens in (257, 197, 320, 99)),
+    ],
+}
+
+
+@needs_jax_11
+@pytest.mark.parametrize("dtype", ["bfloat16", release("float16")])
+@pytest.mark.parametrize(
+    "operation, tokens, width, causal",
+    [
+        (release if i > 1 else pytest.param)(operation, *case)
+        for operation, cases in ATTENTION.items()
+        for i, case in enumerate(cases)
     ],
 )
-def test_mosaic_attention_backward_lowers_for_hopper(tokens, width, causal, dtype):
+def test_mosaic_attention_lowers_for_hopper(operation, tokens, width, causal, dtype):
     q, lse = array((128, tokens, 16, width), dtype), array((128, 16, tokens))
-    backward = lowered(in_mosaic("attention_backward"), q, q, q, q, lse, q, causal=causal)
-    assert "mosaic_gpu" in backward
+    arrays = (q, q, q) if operation == "attention" else (q, q, q, q, lse, q)
+    assert "mosaic_gpu" in lowered(in_mosaic(operation), *arrays, causal=causal)
 
 
 def as_jax_triton_does(capability: int, kernel, arrays, options):

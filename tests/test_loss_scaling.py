@@ -211,6 +211,10 @@ def test_dynamic_scaling_is_what_brings_a_small_gradient_back():
     assert 65504 / 2 < 1e-9 * largest / 2 <= 65504 < 1e-9 * largest
 
 
+def nested(guard):
+    return guard(per_tensor_guard(optax.sgd(1.0)), 8.0).init({"w": jnp.ones(2)})
+
+
 @pytest.mark.parametrize(
     "make, message",
     [
@@ -226,7 +230,9 @@ def test_dynamic_scaling_is_what_brings_a_small_gradient_back():
         (lambda: dynamic_loss_scale(optax.sgd(1.0), growth_steps=0), "growth_steps .* got 0"),
         (lambda: dynamic_loss_scale(optax.sgd(1.0), growth_steps=np.inf), "growth_steps .* inf"),
         (lambda: dynamic_loss_scale(optax.sgd(1.0), growth_steps=1.5), "whole number .* got 1.5"),
-        (lambda: loss_scale(optax.sgd(1.0).init({})), "wrap the optimizer"),
+        (lambda: loss_scale(optax.sgd(1.0).init({})), "got 0: wrap the whole optimizer once"),
+        (lambda: loss_scale(nested(dynamic_loss_scale)), "got 2: wrap the whole optimizer once"),
+        (lambda: skipped_by_path(nested(per_tensor_guard)), "one PerTensorGuardState, got 2"),
         (lambda: power_decay(1.5), "exponent must be in .0, 1., got 1.5"),
     ],
 )

@@ -1,6 +1,7 @@
 """Models of other projects: converted in one line, described, trained in int8, and converted back."""
 
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,6 @@ from flax.training.train_state import TrainState
 import swjax
 import swjax.linen
 import swjax.nnx
-from examples import int8_vit
 from swjax.optax import rms_by_path, stable_adamw
 from swjax.recipes import RECIPES
 from swjax.testing import matrix_products
@@ -44,8 +44,34 @@ def package(name):
     return pytest.importorskip(name, reason=f"needs {name_there}: pip install {name_there}")
 
 
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        linear = partial(nnx.Linear, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(2, 32, decode=False, rngs=rngs)
+        self.mlp = nnx.Sequential(linear(32, 128), nnx.gelu, linear(128, 32))
+
+    def __call__(self, x):
+        x = x + self.attention(x)
+        return x + self.mlp(x)
+
+
+class ViT(nnx.Module):
+    """A vision transformer of Flax's own modules."""
+
+    def __init__(self, rngs):
+        self.patches = nnx.Conv(3, 32, (8, 8), strides=8, rngs=rngs)
+        self.blocks = nnx.List(Block(rngs) for _ in range(2))
+        self.norm, self.head = nnx.LayerNorm(32, rngs=rngs), nnx.Linear(32, 8, rngs=rngs)
+
+    def __call__(self, images):
+        x = self.patches(images).reshape(len(images), -1, 32)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x).mean(1))
+
+
 def small_vit():
-    model = int8_vit.ViT(nnx.Rngs(0), size=16, width=32, heads=2, layers=2)
+    model = ViT(nnx.Rngs(0))
     rules = {r"blocks/\d/attention/(query|key|value)": "switchback", "blocks/.*": "switchback_q"}
     return model, rules, 12, lambda model: cross_entropy(model(IMAGES), LABELS)
 
@@ -213,11 +239,3 @@ def test_stable_adamw_in_equinox():
     names = {f"layers/{i}/{name}" for i in range(3) for name in ("weight", "bias")}
     rms = rms_by_path(state)
     assert set(rms) == names and all(0 < value < 10 for value in rms.values())
-
-
-@pytest.mark.release
-def test_the_example_runs(monkeypatch, capsys):
-    monkeypatch.setattr(int8_vit, "STEPS", 1)
-    int8_vit.main()
-    printed = capsys.readouterr().out
-    assert "12 of 15 matrices converted" in printed and "run in float32" in printed

@@ -209,6 +209,21 @@ def test_the_text_says_what_a_reader_asks(capsys):
         assert part in text, part
 
 
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "model.dtype=float32",
+        "model.vision.layers=6",
+        "data.context_length=32",
+        "model.architecture=siglip",
+    ],
+)
+def test_another_model_has_no_rate(setting, capsys):
+    """Rates are those of the named models in bfloat16."""
+    code = run("vitb16_int8", "h200:1", "--config.train.batch_size=256", f"--config.{setting}")
+    assert code == 0 and "time           not measured for this model" in capsys.readouterr().out
+
+
 def test_loader_processes_follow_from_the_rate(capsys, tmp_path, monkeypatch):
     from photographs import write_tars
 

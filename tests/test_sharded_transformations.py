@@ -314,16 +314,18 @@ def test_layouts_follow_sharded_parameters_on_automatic_axes(as_stack):
 
     shapes = {"q": (K, 4, 8), "out": (4, 8, K), "up": (K, 4, N // 4), "down": (K, N)}
     layers = {name: draw(2, *shape) / np.sqrt(K) for name, shape in shapes.items()}
-    specs = {"q": P(None, "fsdp", "tensor"), "out": P(None, "tensor", None, "fsdp")}
-    specs |= {"up": P(None, "fsdp", "tensor"), "down": P(None, "fsdp", "tensor")}
-    mesh = make_mesh((1, 4, 2), KINDS["auto"])
+    rows = "batch" if as_stack else "fsdp"  # the second is an axis of the default of `tokens`
+    specs = {"q": P(None, rows, "tensor"), "out": P(None, "tensor", None, rows)}
+    specs |= {"up": P(None, rows, "tensor"), "down": P(None, rows, "tensor")}
+    mesh = jax.make_mesh((4, 2), (rows, "tensor"), axis_types=(AxisType.Auto,) * 2)
     here = {name: put(layers[name], mesh, spec) for name, spec in specs.items()}
     x = draw(BATCH, TOKENS_EACH, K)
-    int8 = swjax.quantized(apply, sharded_like=here)
+    tokens = {"tokens": P(rows)} if as_stack else {}
+    int8 = swjax.quantized(apply, sharded_like=here, **tokens)
     report = int8.report(here, x)
     assert len(report) >= 4 and all(product.recipe and not product.reason for product in report)
     loss = lambda fn: jax.jit(jax.grad(lambda *args: jnp.sum(fn(*args) ** 2), (0, 1)))
-    args = here, put(x, mesh, P("fsdp"))
+    args = here, put(x, mesh, P(rows))
     weights = [(K, 32), (32, K), (K, N), (N, K)]
     assert_quantized_gathers(loss(int8), *args, weights=weights)
     assert collectives(loss(int8), *args)
@@ -331,7 +333,9 @@ def test_layouts_follow_sharded_parameters_on_automatic_axes(as_stack):
     for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
         assert snr_db(a, b) > 60
     # Shards of the second axis of n are no shards of a matrix.
-    bad = swjax.quantized(apply, sharded_like=specs | {"q": P(None, None, None, "tensor")})
+    bad = swjax.quantized(
+        apply, sharded_like=specs | {"q": P(None, None, None, "tensor")}, **tokens
+    )
     fallen = {product.path for product in bad.report(layers, x) if product.reason == NO_LAYOUT}
     assert fallen == {"q"}
 

@@ -221,8 +221,7 @@ def test_replay_is_the_run_bit_for_bit(run, step, start):
     assert len(found.examples) == 8 and "pattern" in found.examples[0]
 
 
-@pytest.mark.parametrize("scaling", ["", "dynamic"])
-def test_gradients_of_a_run_with_frozen_parameters(scaling, micro, monkeypatch):
+def test_gradients_of_a_run_with_frozen_parameters(micro, monkeypatch):
     blocks = {"w": jnp.array([[3.0, 4.0], [0.0, 1.0]])}
     params = {"text": {"blocks": blocks, "b": jnp.ones(4)}, "vision": {"w": jnp.ones(3)}}
 
@@ -230,9 +229,9 @@ def test_gradients_of_a_run_with_frozen_parameters(scaling, micro, monkeypatch):
         return SimpleNamespace(grads=jax.tree.map(lambda x: x * scale, trainable))
 
     monkeypatch.setattr(replay, "make_loss_and_grad", lambda *_: loss_and_grad)
-    opt_state = dynamic_loss_scale(optax.identity()).init(params)
-    state = {"params": params, "step": jnp.int32(0), "opt_state": opt_state}
-    config = micro(optimizer__freeze="vision", optimizer__loss_scaling=scaling)
+    opt_state = dynamic_loss_scale(optax.sgd(1.0), 8.0).init({})
+    state = {"params": params, "opt_state": opt_state, "step": jnp.int32(0)}
+    config = micro(optimizer__freeze="vision", optimizer__loss_scaling="dynamic")
     found = replay._gradients(config, None, state, None)
     assert found == {"text/blocks/w/0": (5, 4), "text/blocks/w/1": (1, 1), "text/b": (2, 1)}
 
@@ -269,3 +268,20 @@ def test_report_of_a_run_names_examples_and_the_command(reference, tmp_path):
     text = Page(path).text
     assert f"python -m swjax diagnostics replay {run} --step=" in text
     assert "8 examples" in text and ": pattern " in text
+
+
+def test_batches_are_those_of_the_config_of_their_step(reference, tmp_path):
+    """A run that went on with another batch size after step 4."""
+    run = shutil.copytree(reference[1], tmp_path / "run")
+    expected = replay.batch_examples(run)(3)
+    (entry,) = map(json.loads, (run / "config_history.jsonl").read_text().splitlines())
+    entry["config"]["train"]["batch_size"] = 4
+    (run / "config.json").write_text(json.dumps(entry["config"]))
+    with open(run / "config_history.jsonl", "a") as file:
+        file.write(json.dumps(entry | {"step": 4}) + "\n")
+    examples = replay.batch_examples(run)
+    assert examples(3) == expected
+    assert len(examples(5)) == len(examples(6)) == 4
+    shutil.rmtree(run / "checkpoints" / "4")
+    with pytest.raises(ConfigError, match="depends on a checkpoint of step 4"):
+        examples(5)

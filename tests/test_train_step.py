@@ -59,6 +59,24 @@ def test_health_compiles_one_block_of_each_tower(micro, monkeypatch):
         assert scanned[name] == pytest.approx(value, rel=0.02, abs=0.02), name
 
 
+@pytest.mark.release
+def test_health_of_a_float16_run_has_its_loss_scale(micro):
+    """Without it, gradients this small are 0 in float16, and have no quantization error."""
+    config = micro(
+        model__dtype="float16",
+        optimizer__loss_scaling="dynamic",
+        optimizer__loss_scale=2.0**30,
+        diagnostics__every_steps=1,
+    )
+    init, graphdef = make_init(config)
+    state = jax.jit(init)()
+    state["params"]["logit_scale"] -= 20.0
+    like = sharding.abstract_state(jax.eval_shape(init), sharding.make_mesh())
+    health = health_lib.Health(config, graphdef, like["params"], steps=1)
+    health.before(1, state, batch_of(config))
+    assert health.records(1)[1]["quantization/sqnr_db/vision/blocks/mlp/fc1/g/0"] > 30
+
+
 def test_a_failed_measurement_says_how_to_train_without_it(micro, monkeypatch):
     config = micro(diagnostics__every_steps=2)
     init, graphdef = make_init(config)

@@ -31,7 +31,8 @@ class Folders(Photographs):
     The lines of a picture's text file are its captions. The text file of `images/fox.jpg` is
     `images/fox.txt`, `images/fox.jpg.txt`, or `fox.txt` in a folder without pictures next to `images`, such
     as `captions/fox.txt`. If the folder has a file `metadata.jsonl` or `metadata.csv`, as the imagefolder of
-    Hugging Face, that file has the captions: its columns are `file_name` and `text`, `caption` or `title`.
+    Hugging Face, that file has the captions: its columns are `file_name` and `text`, `caption` or `title`,
+    and several rows of a picture are several captions.
     Any other picture is captioned by its folder's name, in which "_" stands for a space: `red_fox/1.jpg` is
     "a photo of a red fox." If no picture has a text file, the folders are classes.
 
@@ -160,7 +161,8 @@ class Folders(Photographs):
                     value = field(row, TEXTS)
                 except BadExample:
                     continue  # the picture of the row is counted as bad
-                found[os.path.normpath(os.path.join(os.path.dirname(path), name))] = value
+                name = os.path.normpath(os.path.join(os.path.dirname(path), name))
+                found[name] = [*_list(found[name]), *_list(value)] if name in found else value
         if found and not found.keys() & set(self._pictures) and self._pictures:
             raise ValueError(
                 f"{os.path.join(self._root, paths[0])} names no picture of the folder, but "
@@ -218,6 +220,10 @@ def text_files(pictures: Iterable[str], written: Iterable[str]) -> dict[str, str
             )
         found[picture] = text
     return found
+
+
+def _list(value: Any) -> list:
+    return value if isinstance(value, list) else [value]
 
 
 def _places(stem: str) -> Iterator[tuple]:

@@ -91,6 +91,10 @@ class WebDataset(Photographs):
         key, found = "", {}
         for member in tar.members(lambda a, b: data[a:b], len(data)):
             name = tar.split_name(member.name)
+            if name and key not in ("", name[0]):
+                raise BadExample(
+                    f"files of {key} and {name[0]}: the tar has changed since it was opened"
+                )
             if name:
                 key = name[0]
                 found[name[1]] = data[member.start : member.start + member.size]

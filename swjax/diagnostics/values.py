@@ -173,7 +173,8 @@ def logit_sharpness(logits: jax.Array, labels: jax.Array, *, radius: float = 5e-
       radius: size of the box, above 0.
 
     Returns:
-      float32 [...], one value a label; NaN where the logits are not finite.
+      float32 [...], one value a label; NaN where the logits are not finite, or the label is none of
+      the classes.
 
     Raises:
       ValueError: the shapes do not fit, or the radius is not positive.
@@ -198,4 +199,5 @@ def logit_sharpness(logits: jax.Array, labels: jax.Array, *, radius: float = 5e-
         return jax.nn.logsumexp(z, axis=-1) - jnp.sum(jnp.where(is_label, z, 0), axis=-1)
 
     before = loss(z)
-    return 100 * (loss(worst) - before) / (1 + before)
+    sharpness = 100 * (loss(worst) - before) / (1 + before)
+    return jnp.where(jnp.any(is_label, axis=-1), sharpness, jnp.nan)

@@ -4,6 +4,7 @@ Each process reads its own rows of every batch, given by its `swjax.models.shard
 receive all embeddings, in host memory.
 """
 
+import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -86,6 +87,7 @@ class Images(NamedTuple):
       embeddings: unit vectors [n, e] float32.
       labels: [n], label of each image.
       numbers: [n], index of each image in the source.
+      digests: uint8 [n, 8], a hash of the pixels of each image.
       rows: [m], rows of the images whose pixels were kept.
       pixels: uint8 [m, height, width, channels], or None if no pixels were kept.
     """
@@ -93,6 +95,7 @@ class Images(NamedTuple):
     embeddings: np.ndarray
     labels: np.ndarray
     numbers: np.ndarray
+    digests: np.ndarray
     rows: np.ndarray
     pixels: np.ndarray | None
 
@@ -151,8 +154,9 @@ def images(
     parts, kept = [], None
     for batch in _blame(batches, what):
         embedding = predict(params, {"image": batch["image"]})["image"]
-        mask, label, index = (_join(batch[name], share) for name in ("mask", "label", "index"))
-        columns = unit(_gather(embedding)), label, index
+        own = *(batch[name] for name in ("mask", "label", "index")), _digests(batch["image"])
+        mask, *others = (_join(column, share) for column in own)
+        columns = unit(_gather(embedding)), *others
         parts.append([column[mask] for column in columns])
         if keep:
             if kept is None:
@@ -160,20 +164,20 @@ def images(
             wanted = (np.asarray(keep)[:, None] == batch["index"]) & batch["mask"]
             slots, rows = np.nonzero(wanted)
             kept[slots] = batch["image"][rows]
-    embeddings, labels, index = (np.concatenate(column) for column in zip(*parts, strict=True))
+    embeddings, labels, index, digests = map(np.concatenate, zip(*parts, strict=True))
     if not len(index):
         raise data.BadData(
             f"{what}none of the {len(source)} images to evaluate on can be read: repair them, or choose "
             "another split"
         )
     order = np.argsort(index)
-    columns = embeddings[order], labels[order], index[order]
+    sorted_columns = embeddings[order], labels[order], index[order], digests[order]
     if kept is None:
-        return Images(*columns, np.zeros(0, np.int64), None)
+        return Images(*sorted_columns, np.zeros(0, np.int64), None)
     kept = _gather(kept[None]).max(axis=0)  # one process has read each image; the others have 0
     readable = np.isin(keep, index)
     rows = np.searchsorted(index[order], np.asarray(keep)[readable])
-    return Images(*columns, rows, kept[readable])
+    return Images(*sorted_columns, rows, kept[readable])
 
 
 class OfSet:
@@ -265,6 +269,11 @@ def _local(batch_size: int, share: Share) -> int:
 def _gather(x) -> np.ndarray:
     """Gathers an array: all rows of a sharded array, or the concatenated local arrays of all processes."""
     return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+
+
+def _digests(images: np.ndarray) -> np.ndarray:
+    hashes = (hashlib.blake2b(image.tobytes(), digest_size=8).digest() for image in images)
+    return np.frombuffer(b"".join(hashes), np.uint8).reshape(-1, 8)
 
 
 def _join(own: np.ndarray, share: Share) -> np.ndarray:

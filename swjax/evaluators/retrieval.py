@@ -36,6 +36,7 @@ class Retrieval(embed.OfSet):
     An image may have several captions, and a caption several images. A query is answered within the first k
     if any correct candidate is among them. Texts that the model reads as one, such as "A cat" and "a cat", or
     texts that differ after the last token that it reads, count as one caption. Ties count against the model.
+    Photographs with equal pixels, as in a table with a row for each caption, are one image with all captions.
 
     Args:
       predict: see `swjax.evaluators.embed`.
@@ -61,10 +62,29 @@ class Retrieval(embed.OfSet):
     ):
         super().__init__(predict, source, name, f"split {name!r}", **reading)
         self._captions_per_image = captions_per_image
+        self._alike: dict[int, list[int]] = {}  # labels of equal photographs by that of the first
 
     def images(self, params: Any, *, count: int = 0) -> embed.Images:
         """Embeds the images of the set, and keeps the pixels of `count` evenly spaced images."""
-        return self._images(params, count=count)
+        images = self._images(params, count=count)
+        if self._source.class_names or not self._source.photographs:
+            return images
+        _, first, group = np.unique(images.digests, return_index=True, return_inverse=True, axis=0)
+        firsts = first[group.ravel()]  # of each image the first one with the same pixels
+        labels = images.labels[firsts]
+        self._alike = {label: [] for label in labels.tolist()}
+        for label, own in zip(labels.tolist(), images.labels.tolist(), strict=True):
+            self._alike[label].append(own)
+        kept = np.unique(firsts)
+        rows, shown = np.unique(np.searchsorted(kept, firsts[images.rows]), return_index=True)
+        return embed.Images(
+            images.embeddings[kept],
+            labels[kept],
+            images.numbers[kept],
+            images.digests[kept],
+            rows,
+            None if images.pixels is None else images.pixels[shown],
+        )
 
     def run(self, params: Any, images: embed.Images | None = None) -> dict[str, float]:
         """Computes the scores and the chance scores.
@@ -151,7 +171,11 @@ class Retrieval(embed.OfSet):
 
     def _pair(self, labels: np.ndarray) -> tuple[list[str], list[list[int]], list[list[int]]]:
         first = slice(self._captions_per_image)
-        captions_of = lambda label: self._source.captions(label)[first]
+
+        def captions_of(label):
+            alike = self._alike.get(label, (label,))
+            return [text for each in alike for text in self._source.captions(each)][first]
+
         return pair(labels, captions_of, self._sizes["context_length"], self._sizes["tokenizer"])
 
     def _texts(self, params, captions: list[str]) -> np.ndarray:

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from swjax.optax.codes import has_eight_bits
+from swjax.optax.eight_bits import decoded_moments
 from swjax.optax.stable import StableAdamWState, one_minus_power
 from swjax.optax.tensors import path_name
 
@@ -20,8 +22,8 @@ def from_adamw_state(
     Args:
       adamw_state: state with one `optax.ScaleByAdamState`, such as that of `optax.adamw`.
       opt_state: result of `stable_adamw(...).init(params)`, or of a chain, wrapper or guard around it; it
-        determines structure and dtypes. If one state is the `opt_state` of an `nnx.Optimizer`, both
-        must be.
+        determines structure and dtypes, and must have float moments. If one state is the `opt_state` of an
+        `nnx.Optimizer`, both must be.
       b1: b1 of the AdamW optimizer.
       b2: b2 of the AdamW optimizer. The new optimizer may have other values of both.
 
@@ -30,7 +32,8 @@ def from_adamw_state(
 
     Raises:
       ValueError: b1 or b2 is out of range, one of the states does not contain exactly one state of its kind,
-        they belong to different parameters, or the state is that of an ensemble, with several counts.
+        they belong to different parameters, `opt_state` has moments in 8 bits, or the state is that of an
+        ensemble, with several counts.
 
     >>> from swjax.optax import stable_adamw
     >>> params, gradient = jnp.array([1.0, 2.0]), jnp.array([0.5, 4.0])
@@ -43,7 +46,11 @@ def from_adamw_state(
     for name, b in (("b1", b1), ("b2", b2)):
         if not isinstance(b, jax.core.Tracer) and not 0 <= b < 1:
             raise ValueError(f"{name} must be that of the AdamW optimizer, in [0, 1), got {b}")
-    old = _only(optax.ScaleByAdamState, adamw_state, "adamw_state")
+    if has_eight_bits(opt_state):
+        raise ValueError(
+            "opt_state must have float moments: remove eight_bit_moments from its optimizer"
+        )
+    old = _only(optax.ScaleByAdamState, decoded_moments(adamw_state), "adamw_state")
     new = _only(StableAdamWState, opt_state, "opt_state")
     if jnp.ndim(old.count):
         raise ValueError(

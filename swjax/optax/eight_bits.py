@@ -122,11 +122,19 @@ def decoded_moments(opt_state: optax.OptState) -> optax.OptState:
 
     Args:
       opt_state: any state that contains that of `eight_bit_moments`, or none in 8 bits.
+
+    Raises:
+      ValueError: the state is that of an ensemble, with several counts.
     """
 
     def decoded(state):
         if not isinstance(state, EightBitMomentsState):
             return state
+        if jnp.ndim(state.count):
+            raise ValueError(
+                f"moments in 8 bits must have a single step count, got {jnp.shape(state.count)}: decode the "
+                "states of an ensemble under jax.vmap"
+            )
         return state._replace(inner=_decoded(_with_ranges(state)))
 
     return jax.tree.map(decoded, opt_state, is_leaf=lambda x: isinstance(x, EightBitMomentsState))

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from swjax.optax.eight_bits import decoded_moments
 from swjax.optax.stable import StableAdamWState, one_minus_power, rms_of
 from swjax.optax.tensors import TensorValues, blocks_by_name, resolve_block_axes
 
@@ -84,6 +85,7 @@ def adamw_rms_by_path(
     >>> {path: round(float(rms), 6) for path, rms in adamw_rms_by_path(state, params).items()}
     {'layer/bias': 1.0, 'layer/kernel': 1.0}
     """
+    opt_state = decoded_moments(opt_state)
     nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, optax.ScaleByAdamState))
     states = [node for node in nodes if isinstance(node, optax.ScaleByAdamState)]
     leaves = jax.tree.leaves(grads)

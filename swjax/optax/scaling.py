@@ -226,7 +226,7 @@ def loss_scale(opt_state: optax.OptState) -> jax.Array:
       opt_state: state of `per_tensor_guard` or `dynamic_loss_scale`, or of a chain or wrapper around one.
 
     Raises:
-      ValueError: `opt_state` contains no scale.
+      ValueError: `opt_state` contains no scale, or several.
     """
     return _find(opt_state, PerTensorGuardState, DynamicLossScaleState).scale
 
@@ -238,7 +238,7 @@ def skipped_by_path(opt_state: optax.OptState) -> dict[str, jax.Array]:
       opt_state: state of `per_tensor_guard`, or of a chain or wrapper around it.
 
     Raises:
-      ValueError: `opt_state` contains no guard.
+      ValueError: `opt_state` contains no guard, or several.
     """
     return _find(opt_state, PerTensorGuardState).skipped.by_path()
 
@@ -338,11 +338,17 @@ def _arrays(function: str, grads: optax.Updates, params: optax.Params | None) ->
 
 
 def _find(opt_state, *kinds):
-    nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, kinds))
-    for node in nodes:
-        if isinstance(node, kinds):
-            return node
+    found = _all(opt_state, kinds)
+    if len(found) == 1:
+        return found[0]
+    wrappers = "per_tensor_guard" if len(kinds) == 1 else "per_tensor_guard or dynamic_loss_scale"
     raise ValueError(
-        f"opt_state contains no {' or '.join(kind.__name__ for kind in kinds)}: wrap the optimizer in "
-        f"swjax.optax.{'per_tensor_guard' if len(kinds) == 1 else 'per_tensor_guard or dynamic_loss_scale'}"
+        f"opt_state must contain one {' or '.join(kind.__name__ for kind in kinds)}, got {len(found)}: wrap "
+        f"the whole optimizer once, in swjax.optax.{wrappers}"
     )
+
+
+def _all(opt_state, kinds) -> list:
+    nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, kinds))
+    own = [node for node in nodes if isinstance(node, kinds)]
+    return own + [inner for node in own for inner in _all(node.inner, kinds)]

@@ -151,6 +151,11 @@ def prepare(config: ConfigDict, args: argparse.Namespace) -> ConfigDict:
             f"--steps={args.steps} and --batch-size={args.batch_size} must be at least 0, "
             f"--seeds={args.seeds} and --examples={args.examples} at least 1"
         )
+    if config.optimizer.lora.rank:
+        raise ConfigError(
+            f"config.optimizer.lora.rank={config.optimizer.lora.rank} freezes kernels in 8 bits, which have "
+            "no float32 reference: set it to 0"
+        )
     config = changed(config)
     with config.unlocked():
         config.train.batch_size = args.batch_size or config.train.batch_size

@@ -52,7 +52,7 @@ def probed(
         nnx.replace_by_pure_dict(state, _weights(init_from, cfg, nnx.to_pure_dict(state)))
         nnx.update(model, state)
     tokens = {
-        "vision": cfg.vision.kept_patches(cfg.patch_dropout) + 1,
+        "vision": cfg.vision.kept_patches(cfg.patch_dropout) + (not cfg.siglip),
         "text": cfg.text.context_length,
     }
     for tower in TOWERS:
@@ -98,7 +98,8 @@ def observe(
     found = {}
     for path, g in jax.tree_util.tree_leaves_with_path(grads):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        if name.endswith("attn/k/bias") and not cfg.qk_norm:
+        cancelled = "pool/k/bias" if cfg.qk_norm else ("attn/k/bias", "pool/k/bias")
+        if name.endswith(cancelled):
             continue  # softmax cancels this bias: its gradient is 0 up to rounding
         if not name.endswith(f"/{PROBE}"):
             found[f"weight/{name}"] = g / scale

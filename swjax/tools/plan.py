@@ -19,10 +19,11 @@ from ml_collections import ConfigDict
 
 from swjax.data.batches import check_batch_size
 from swjax.data.examples import look
+from swjax.data.images import Fitting
 from swjax.data.skipping import Skips
 from swjax.kernels import chips
 from swjax.kernels.targets import compiling_for
-from swjax.models import sharding
+from swjax.models import clip, sharding
 from swjax.models.config import CLIPConfig
 from swjax.tools.memory_model import GIB, Memory, Mesh, most_pairs, predict
 from swjax.training import config as config_lib
@@ -426,10 +427,10 @@ def _accumulation(plan: Plan, remat: str) -> int:
 def _time(plan: Plan) -> Iterator[str]:
     """The predicted time from the recorded rate of this model, recipe and GPU, and the loader processes."""
     c = plan.config
-    usual = c.data.image_size == 224 and c.model.patch_dropout == 0.5 and c.model.remat in _REMATS
     rates = RATES.get(plan.hardware.kind, {}).get((c.model.name, str(plan.model.recipe)))
+    usual = rates is not None and c.model.remat in _REMATS and _is_preset(plan)
     rate = rates[_REMATS.index(c.model.remat)] if rates and usual else None
-    changed = c.train.concurrent_kernels or c.optimizer.name == "muon" or c.optimizer.lora.rank
+    changed = c.train.concurrent_kernels or c.optimizer.name == "muon"
     if rate is None or changed:
         yield _line("time", "not measured for this model, recipe, remat, optimizer and hardware")
         return
@@ -456,6 +457,16 @@ def _time(plan: Plan) -> Iterator[str]:
 
 
 _REMATS = ("none", "full")
+
+
+def _is_preset(plan: Plan) -> bool:
+    """Whether the model computes what the model of its name does, with half of the patches dropped."""
+    model = plan.model
+    names = ("recipe", "remat", "embed_dim", "init_logit_scale", "init_logit_bias")
+    preset = clip.CONFIGS[plan.config.model.name]
+    vision = dataclasses.asdict(Fitting.of(model.vision)) | {"image_size": 224}
+    same = {name: getattr(model, name) for name in names}
+    return model == clip.config(preset, patch_dropout=0.5, vision=vision, **same)
 
 
 def _size(tree: Any) -> int:

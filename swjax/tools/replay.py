@@ -21,7 +21,7 @@ from swjax.data import history
 from swjax.diagnostics import recorder
 from swjax.diagnostics.names import RMS
 from swjax.models import clip, sharding
-from swjax.optax import loss_scale, path_name
+from swjax.optax import path_name
 from swjax.training import config as config_lib
 from swjax.training.config import ConfigError
 from swjax.training.inputs import open_batches, open_source
@@ -29,11 +29,12 @@ from swjax.training.keys import KEYS
 from swjax.training.log.health import Health
 from swjax.training.log.metric_log import parse_line
 from swjax.training.log.packed import fetch, pack
+from swjax.training.log.results import configs_before
 from swjax.training.optimizer import split_frozen
 from swjax.training.setup import Parts, assemble, use_compilation_cache
 from swjax.training.state.checkpoint import Checkpoints
 from swjax.training.state.restore import first_state
-from swjax.training.step import Batch, State, make_loss_and_grad, step_key
+from swjax.training.step import Batch, State, factor_of_loss, make_loss_and_grad, step_key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,25 +151,37 @@ def batch_examples(workdir: str | Path) -> Callable[[int], list[str]]:
 
     Raises:
       ConfigError: the run or its data cannot be opened. The returned function raises it if the batch depends
-        on skipped unreadable examples or a rollback, which only `replay` can reproduce.
+        on skipped unreadable examples or a rollback, which only `replay` can reproduce, or on batches of
+        several sizes or orders, because the config has changed since the nearest checkpoint.
     """
     workdir = Path(workdir)
     config, log = load_config(workdir), dict(_log(workdir))
     source = open_source(config, "train")
-    settings = {
-        "batch_size": config.train.batch_size,
-        "seed": config.train.seed,
-        "shuffle": config.data.shuffle,
-        "shuffle_shards": config.data.shuffle_shards,
-    }
+
+    def settings(config):
+        train, data = config["train"], config["data"]
+        return {
+            "batch_size": train["batch_size"],
+            "seed": train["seed"],
+            "shuffle": data["shuffle"],
+            "shuffle_shards": data["shuffle_shards"],
+        }
 
     def examples(step: int) -> list[str]:
         start, position = _position_before(config, workdir, step)
         skipped = [log.get(s, {}).get("data/skipped", 0) for s in (start, step)]
         if skipped[0] != skipped[1] or (position is None and config.train.nan_policy == "rollback"):
             raise ConfigError(f"step {step} depends on examples skipped before it: replay the step")
+        configs = configs_before(workdir, step)
+        first = max(0, sum(entry["step"] <= start for entry in configs) - 1)
+        used = [settings(entry["config"]) for entry in configs[first:]] or [settings(config)]
+        if any(each != used[0] for each in used):
+            raise ConfigError(
+                f"step {step} depends on a checkpoint of step {configs[-1]['step']}, after which the config "
+                "changed the batches, and which was removed: raise config.checkpoint.keep"
+            )
         number = step - 1 - start
-        indices = history.batch_indices(source, number, position=position, **settings)
+        indices = history.batch_indices(source, number, position=position, **used[0])
         return [history.key(source, int(i)) for i in np.sort(indices)]
 
     return examples
@@ -223,10 +236,8 @@ def _gradients(
     @partial(jax.jit, compiler_options=sharding.compiler_options())
     def measure(state, batch):
         trainable, frozen = split_frozen(state["params"], config.optimizer.freeze)
-        scale = loss_scale(state["opt_state"]) if config.optimizer.loss_scaling else 1.0
-        key = step_key(config, state["step"])
-        scaled = loss_and_grad(trainable, frozen, batch, key, scale).grads
-        grads = jax.tree.map(lambda g: g / scale, scaled)  # an overflow stays visible
+        key, scale = step_key(config, state["step"]), factor_of_loss(config, state)
+        grads = loss_and_grad(trainable, frozen, batch, key, scale).grads
         # None is the block axis of a single tensor, and the gradient of a frozen one.
         is_none = partial(operator.is_, None)
         stacked = jax.tree.leaves(clip.block_axes(grads), is_leaf=is_none)
@@ -236,7 +247,7 @@ def _gradients(
             if g is None:
                 continue
             reduced = tuple(range(0 if axis is None else 1, g.ndim))
-            magnitude, name = jnp.abs(g), path_name(path)
+            magnitude, name = jnp.abs(g) / scale, path_name(path)
             norms[name] = jnp.sqrt(jnp.sum(jnp.square(magnitude), reduced))
             # The maximum over devices drops NaN, unlike the sum.
             largest[name] = jnp.where(jnp.isnan(norms[name]), jnp.nan, jnp.max(magnitude, reduced))

@@ -18,7 +18,7 @@ from swjax import data, diagnostics, losses
 from swjax.diagnostics import NamedIndex
 from swjax.diagnostics.names import FEATURE_MAX, FEATURE_MEAN, SKIPPED
 from swjax.models import clip, sharding
-from swjax.optax import decoded_moments, loss_scale, path_name, skipped_by_path, unscale
+from swjax.optax import loss_scale, path_name, skipped_by_path, unscale
 from swjax.training.accumulation import LossAndGrad, Seen, accumulated, at_once
 from swjax.training.log.packed import PackedMetrics, pack
 from swjax.training.optimizer import combine, ema_decay, split_frozen, updates_made
@@ -49,7 +49,7 @@ def make_train_step(
     def train_step(state: State, batch: Batch) -> tuple[State, PackedMetrics]:
         step, before = state["step"], state["opt_state"]
         trainable, frozen = split_frozen(state["params"], config.optimizer.freeze)
-        scale = loss_scale(before) if scaling else 1.0
+        scale = factor_of_loss(config, state)
         loss, seen, grads = loss_and_grad(trainable, frozen, batch, step_key(config, step), scale)
         updates, opt_state = optimizer.update(grads, before, trainable)
         updated = limit_logit_scale(config, optax.apply_updates(trainable, updates))
@@ -84,6 +84,11 @@ def make_train_step(
         return new, pack(metrics | {"train/nonfinite": bad})
 
     return train_step
+
+
+def factor_of_loss(config: ConfigDict, state: State) -> jax.typing.ArrayLike:
+    """The factor of the loss in the next step: the loss scale, or 1 without loss scaling."""
+    return loss_scale(state["opt_state"]) if config.optimizer.loss_scaling else 1.0
 
 
 def limit_logit_scale(config: ConfigDict, trainable: Any) -> Any:
@@ -175,7 +180,6 @@ def rms(c: ConfigDict, opt_state: Any, grads: Any) -> Metrics:
         return {}
     if c.grad_clip_norm:  # as in AdamW's chain; XLA deduplicates the two
         grads, _ = optax.clip_by_global_norm(c.grad_clip_norm).update(grads, optax.EmptyState())
-    opt_state = decoded_moments(opt_state)
     return diagnostics.adamw_rms(opt_state, grads, b2=c.b2, eps=c.eps, block_axes=clip.block_axes)
 
 

@@ -17,7 +17,7 @@ from swjax.models import sharding
 from swjax.optax import path_name
 from swjax.training.log.packed import PackedMetrics, fetch, pack
 from swjax.training.log.timing import is_due
-from swjax.training.step import Batch, State, make_loss_and_grad, step_key
+from swjax.training.step import Batch, State, factor_of_loss, make_loss_and_grad, step_key
 
 
 class Health:
@@ -51,7 +51,8 @@ class Health:
         def measure(state: State, batch: Batch) -> PackedMetrics:
             key = step_key(config, state["step"])
             inserted, frozen = _split_taps(nnx.to_pure_dict(zeros), state["params"])
-            return pack(taps.read(loss_and_grad(inserted, frozen, batch, key).grads))
+            scale = factor_of_loss(config, state)
+            return pack(taps.read(loss_and_grad(inserted, frozen, batch, key, scale).grads))
 
         mesh = jax.tree.leaves(params)[0].sharding.mesh
         everywhere = NamedSharding(mesh, P())  # replicated, so that every process can read it

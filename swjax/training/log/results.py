@@ -32,7 +32,7 @@ def record_setup(config: ConfigDict, workdir: Path, console: Console, step: int)
       console: prints the messages.
       step: the last step that an earlier process has finished; 0 at the beginning.
     """
-    entries, now = _history(workdir, step), json.loads(config_lib.to_json(config))
+    entries, now = configs_before(workdir, step), json.loads(config_lib.to_json(config))
     resumed = config.checkpoint.resume
     other = Path(resumed) / "config.json"
     changes: list[str] = []
@@ -57,7 +57,7 @@ def record_setup(config: ConfigDict, workdir: Path, console: Console, step: int)
     )
 
 
-def _history(workdir: Path, step: int) -> list[dict]:
+def configs_before(workdir: Path, step: int) -> list[dict]:
     """The configs of a run before its step `step`, as in `HISTORY`; [] at its beginning."""
     path, remedy = workdir / HISTORY, "remove the file"
     if not path.exists():
