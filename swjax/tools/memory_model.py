@@ -20,8 +20,9 @@ WORKING_WIDTHS = {True: 16, False: 12}  # keyed by whether the block recomputes
 # With concurrent kernels, whether or not a block recomputes; the arrays of running blocks are included. Keyed
 # by whether the recipe quantizes wgrad.
 WIDTHS_CONCURRENT = {False: 22, True: 27}
-# On several devices XLA delays weight gradients to overlap them with communication. The arrays that they
-# read stay in memory: three quarters of the widths that recomputation saves.
+# With sharded parameters XLA delays weight gradients to overlap them with communication. The arrays that they
+# read stay in memory: three quarters of the widths that recomputation saves. Recorded before the blocks called
+# `swjax.checkpoint_policies.finish_gradients`, so an upper bound; with whole parameters it removes the delay.
 DELAYED = 0.75
 
 
@@ -101,7 +102,7 @@ def predict(
     if model.lora is not None:  # layers save their inputs alone, and read frozen kernels as stored
         recompute, kept = True, 0
     widths: float = WIDTHS_RECOMPUTED if recompute else WIDTHS
-    if recompute and mesh.devices > 1:
+    if recompute and mesh.devices > mesh.data:
         widths += DELAYED * (WIDTHS - WIDTHS_RECOMPUTED)
     working: float = WORKING_WIDTHS[recompute]
     if model.remat == "full":
