@@ -21,8 +21,8 @@ WORKING_WIDTHS = {True: 16, False: 12}  # keyed by whether the block recomputes
 # by whether the recipe quantizes wgrad.
 WIDTHS_CONCURRENT = {False: 22, True: 27}
 # With sharded parameters XLA delays weight gradients to overlap them with communication. The arrays that they
-# read stay in memory: three quarters of the widths that recomputation saves. Recorded before the blocks called
-# `swjax.checkpoint_policies.finish_gradients`, so an upper bound; with whole parameters it removes the delay.
+# read stay in memory: three quarters of the widths that recomputation saves. This is an upper bound: blocks
+# did not call `swjax.checkpoint_policies.finish_gradients` then, which removes it with whole parameters.
 DELAYED = 0.75
 
 
