@@ -197,6 +197,13 @@ def test_files_of_torch(tmp_path, kind):
         np.testing.assert_array_equal(found[name], value)
 
 
+def test_a_tensor_with_another_sign_than_its_storage_is_refused(tmp_path):
+    negated = torch.view_as_complex(torch.ones(3, 2)).conj().imag
+    torch.save({"logit_scale": negated}, tmp_path / "a.bin")
+    with pytest.raises(ValueError, match="has a tensor of an unknown form: save its state dict"):
+        interop.read(tmp_path / "a.bin")
+
+
 def test_openai_weights(tmp_path):
     """OpenAI's files: 16-bit matrices, 32-bit vectors, no config; heads of 64 features, quick GELU."""
     sizes = {"vision": {"width": 128, "heads": 2}, "text": {"width": 64, "heads": 1}}

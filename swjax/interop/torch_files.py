@@ -217,9 +217,12 @@ class _Kind:
         self.name = name
 
 
-def _rebuild_tensor(storage: _Storage, offset: int, shape, strides, *_: Any) -> Tensor:
+def _rebuild_tensor(
+    storage: _Storage, offset: int, shape, strides, grad=False, hooks=None, bits: Any = None
+) -> Tensor:
     sizes = (offset, *shape, *strides)
-    if not isinstance(storage, _Storage) or not all(isinstance(size, int) for size in sizes):
+    known = isinstance(storage, _Storage) and not bits  # such as {"neg": True}, which flips signs
+    if not known or not all(isinstance(size, int) for size in sizes):
         raise ValueError(f"its pickle has a tensor of an unknown form: {_REMEDY}")
     return Tensor(storage, offset, tuple(shape), tuple(strides))
 
