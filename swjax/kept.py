@@ -23,6 +23,7 @@ _NAMES = {
     "lora": "matrix of LoRA",
 }  # of kinds, in reports
 LLM = "llm"  # the expression that matches the paths of all others, see `expanded`
+LLM_RULES = {LLM: "switchback"}  # what the string "llm" stands for
 # A regular expression of these parameters: see `swjax.quantized`.
 KEPT_IN_LLMS = (
     r"(?i)(?:.*[/.])?(?:"

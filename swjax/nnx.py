@@ -434,7 +434,7 @@ def quantize_model(
     """
     linears = {path: module for path, module in _modules(model) if product_name(module)}
     is_llm = kept.is_named(recipes)
-    rules: Any = {kept.LLM: "switchback"} if recipes == kept.LLM else recipes
+    rules: Any = kept.LLM_RULES if recipes == kept.LLM else recipes
     get_all(rules)  # refuses unknown ones
     if is_llm and all(kept.kept_kind_among(path, linears) for path in linears):
         raise ValueError(

@@ -128,7 +128,7 @@ def images(
       tokenizer, fitting: what makes the tokens, and how pictures become squares, as in training.
       share: this process's share of each batch.
       count: number of images whose pixels are kept, evenly spaced over the source.
-      hashed: whether to hash the pixels, which takes about 0.2 ms for 224 x 224.
+      hashed: whether to hash the pixels.
       what: the set, for the beginning of errors.
       on_bad, max_bad_share: see `swjax.data.skipping.Skips`.
 

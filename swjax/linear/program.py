@@ -416,7 +416,7 @@ def _entries(spec: P | None, ndim: int) -> tuple | None:
 
 def _choices(rules: str | Mapping[str, str | Recipe], paths: Sequence[str]) -> dict[str, Choice]:
     if isinstance(rules, str):
-        rules = {kept.LLM: "switchback"}
+        rules = kept.LLM_RULES
     by_kind = {pattern: (rule, pattern == kept.LLM) for pattern, rule in rules.items()}
     named = recipes.first_match(kept.expanded(by_kind, paths), paths, kind="parameter")
     choices = {}
