@@ -274,7 +274,10 @@ def draw_scaling_losses(figure) -> None:
     """Draws how losses on several GPUs, and of a second run on one GPU, differ from those of one run."""
     rows = read("scaling_losses_h200")["rows"]
     figure.set_size_inches(7.8, 3.4)
-    say(figure, "Losses on several GPUs differ about as much as two runs on one GPU")
+    say(
+        figure,
+        "In int8 with data parallelism, losses differ about twice as much as two runs on one GPU",
+    )
     panels = figure.subplots(1, 2, sharey=True)
     for axes, (recipe, title) in zip(panels, TITLES.items(), strict=True):
         mine = [row for row in rows if row["case"]["recipe"] == recipe]
