@@ -402,7 +402,8 @@ def draw_language(figure) -> None:
     """Draws the paired differences of a language model's loss, their means and 95% intervals."""
     figure.set_size_inches(7.2, 4.2)
     axes = figure.subplots()
-    parts = {"": read("language")["runs"], ", new seeds": read("language_second")["runs"]}
+    new = [run for name in ("second", "llm_int8") for run in read(f"language_{name}")["runs"]]
+    parts = {"": read("language")["runs"], ", new seeds": new}
     found = {
         (row["arm"], part): row for part, runs in parts.items() for row in language.summary(runs)
     }
@@ -413,14 +414,14 @@ def draw_language(figure) -> None:
         axes.plot(pairs, [y] * len(pairs), "|", color=color, markersize=9, alpha=0.6)
         axes.errorbar(row["mean"], y, xerr=row["half"], fmt="o", color=color, capsize=4)
         said = f"{row['mean']:+.4f} ± {row['half']:.4f}, {row['pairs']} pairs"
-        axes.text(0.0082, y, said, va="center", fontsize=8.5)
+        axes.text(0.0119, y, said, va="center", fontsize=8.5)
     axes.axvspan(-language.MARGIN, language.MARGIN, color="black", alpha=0.06, linewidth=0)
     axes.axvline(0, color="black", linewidth=0.8)
     names = {paired.CONTROL: "control, minus bf16"}
     axes.set_yticks(range(len(shown)), [names.get(arm, arm) + part for arm, part in shown])
     axes.invert_yaxis()
-    axes.set_xlim(-0.0085, 0.0155)
-    axes.set_xticks([-0.006, -0.003, 0, 0.003, 0.006])
+    axes.set_xlim(-0.0085, 0.0215)
+    axes.set_xticks([-0.006, -0.003, 0, 0.003, 0.006, 0.009])
     said = "loss minus the mean of bf16 and its control, nats a byte; shaded: margin"
     axes.set_xlabel(said, fontsize=9)
     clear(axes)
