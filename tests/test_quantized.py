@@ -20,6 +20,7 @@ import swjax.nnx
 import swjax.testing
 from swjax.checkpoint_policies import finish_gradients
 from swjax.linear import program_run, rules
+from swjax.linear.conversion import NO_LAYOUT
 from swjax.recipes import RECIPES
 from swjax.testing import assert_quantized
 
@@ -305,6 +306,24 @@ def test_parameters_cast_before_a_scan_are_read_as_stored():
     np.testing.assert_array_equal(first, inside)
 
 
+@pytest.mark.parametrize("merge", [jnp.stack, jnp.concatenate])
+def test_parameters_that_the_program_stacks_or_concatenates(merge):
+    """They stayed in 16 bits: layers that a scan reads, and queries, keys and values of one product."""
+    ws, x = [draw(WIDTH, WIDTH) for _ in range(2)], X.astype("bfloat16")
+    fn = lambda ws, x: jnp.tensordot(x, merge([w.astype(x.dtype) for w in ws], axis=1), 1)
+    y = jax.jit(swjax.quantized(fn))(ws, x)
+    want = swjax.switchback(x, jnp.concatenate(ws, axis=1))
+    np.testing.assert_array_equal(y.reshape(want.shape), want)
+    assert max(differences(fn, ws, x)) < 0.05
+    reasons = lambda rules, **sharded: [
+        p.reason for p in swjax.quantized(fn, rules, **sharded).report(ws, x)
+    ]
+    changes = f"{merge.__name__} changes the parameter first"
+    assert reasons({"0": "switchback", "1": "standard"}) == [changes]
+    assert reasons("llm", sharded_like=[P("fsdp")] * 2) == [""]
+    assert reasons("llm", sharded_like=[P(None, "tensor")] * 2) == [NO_LAYOUT]
+
+
 def test_layers_that_a_loop_picks_from_a_stack_and_multiplies_by_one():
     """As Haliax does. A parameter that an activation picks stays a lookup."""
 
@@ -428,6 +447,14 @@ def test_what_stays_is_listed_and_computed_as_before(reason):
     np.testing.assert_array_equal(jax.jit(int8)(w, X), jax.jit(fn)(w, X))
     with pytest.warns(UserWarning, match="quantize nothing"):
         int8(w, X)
+
+
+def test_the_warning_names_a_product_that_rules_do_not_reach():
+    """It named the first use of a parameter, a lookup."""
+    apply = lambda params, x: x @ (params["w"] * 2.0) + params["embed"][jnp.argmax(x, -1)]
+    params = {name: draw(WIDTH, WIDTH) for name in ("embed", "w")}
+    with pytest.warns(UserWarning, match="nothing; 'w' stays, because: mul changes"):
+        swjax.quantized(apply)(params, X)
 
 
 def blocks_in_order(params, x):

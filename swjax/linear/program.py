@@ -298,15 +298,15 @@ def quantized(
 
     `fn(params, *args)` is traced to a program, and each parameter is followed by its path through casts,
     transposes, reshapes, slices and reshards to the products that read it, also inside jit, scan, remat,
-    cond, while, vmap and shard_map. Such a product becomes the operation of `swjax.switchback`, which
-    quantizes the parameter as stored, before its casts. Neither `fn` nor the parameters change; other
-    variables of an NNX model, such as random counters, statistics and caches, change as by `fn`. Put
-    `jax.jit`, `jax.grad` and `jax.vmap` around the result: without `jax.jit`, each call traces `fn` and runs
-    one operation at a time.
+    cond, while, vmap and shard_map. It may stack or concatenate parameters of one recipe. Such a product
+    becomes the operation of `swjax.switchback`, which quantizes the parameter as stored, before its casts.
+    Neither `fn` nor the parameters change; other variables of an NNX model, such as random counters,
+    statistics and caches, change as by `fn`. Put `jax.jit`, `jax.grad` and `jax.vmap` around the result:
+    without `jax.jit`, each call traces `fn` and runs one operation at a time.
 
     Kept as they are and listed by `report`: functions with custom derivatives, kernels, layers that are
     quantized already, convolutions, lookups, outer products, products of two activations, such as caches,
-    parameters that the program scales or merges first, and the matrices of LoRA. Ragged products follow
+    parameters that the program scales or adds first, and the matrices of LoRA. Ragged products follow
     `swjax.ragged_switchback`. If `fn` differentiates inside, its input gradients follow the recipe's forward
     product, and its weight gradients are products of two activations.
 
@@ -445,7 +445,7 @@ def _warn(planner: Planner) -> None:
         return
     much = "less than half of what they name" if converted else "nothing"
     message = f"rules quantize {much}, no product has a parameter of the first argument"
-    for product in missed if converted else planner.products:
+    for product in missed or planner.products:
         if product.path:
             message = f"rules quantize {much}; {product.path!r} stays, because: {product.reason}"
             if product.reason == CONSTANT:

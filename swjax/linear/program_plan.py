@@ -21,6 +21,7 @@ from swjax.linear.program_run import (
     CALLS,
     CASTS,
     GATHERS,
+    MERGES,
     MOVES,
     RESHARDS,
     Plan,
@@ -28,6 +29,7 @@ from swjax.linear.program_run import (
     as_it_is,
     hand_on,
     inline,
+    merge,
     move,
     multiplied_by_one,
     multiply,
@@ -156,6 +158,8 @@ class Planner:
             if name not in CASTS | RESHARDS:
                 moved = [o and _moved(eqn, o, v.aval.shape) for o, v in zip(moved, eqn.outvars)]
             return Step(move, eqn), moved
+        if name in MERGES and (whole := self._merged(eqn, found)):
+            return Step(merge, eqn), [whole]
         product = eqn if name in ("dot_general", "ragged_dot_general") else grouped_product(eqn)
         if product is not None:
             step = self._product(product, found, repeats, opaque)
@@ -165,6 +169,17 @@ class Planner:
         if step.execute is as_it_is:
             self._note_used(found)
         return step, [_combined(found, name)] * count
+
+    def _merged(self, eqn, found: Origins) -> Origin | None:
+        """The origin of one array of several parameters; None if they have no common choice or dtype."""
+        parameters = [o for o in found if o and o.paths and not o.changed]
+        common = {(self.choices[path], o.dtype) for o in parameters for path in o.paths}
+        if len(parameters) < len(found) or len(common) > 1:
+            return None
+        paths = tuple(dict.fromkeys(path for o in parameters for path in o.paths))
+        specs = {o.spec for o in parameters}
+        spec = merged_spec(eqn, parameters[0].spec) if len(specs) == 1 else None
+        return parameters[0]._replace(paths=paths, spec=spec, moves=None)
 
     def _note_used(self, found: Iterable[Origin | None]) -> None:
         self.used |= {path for o in found if o for path in o.paths}
@@ -181,7 +196,7 @@ class Planner:
         recipe, reason, origin = choice.recipe, choice.reason, found[at]
         layout, order = None, tuple(range(len(contracted)))
         experts = groups or tuple(dimension_numbers[1][at])
-        if recipe is not None and origin is not None and origin.paths[0] in self.specs:
+        if recipe is not None and origin is not None and {*origin.paths} & self.specs.keys():
             if origin.spec is not None:
                 axes = dimension_numbers[0][at], experts
                 layout, order = self._layout(origin.spec, *axes)
@@ -381,6 +396,15 @@ def moved_spec(eqn: Any, spec: tuple | None, shape: tuple[int, ...]) -> tuple | 
     if len(before) == len(shape):  # a part of a sharded dimension has another sharding
         return tuple(e if n == m else None for e, n, m in zip(spec, before, shape))
     return reshaped_spec(spec, before, shape)
+
+
+def merged_spec(eqn: Any, spec: tuple | None) -> tuple | None:
+    """The mesh axes that shard one array of several with this spec; None if they are unknown."""
+    if spec is None:
+        return None
+    if eqn.primitive.name == "stack":
+        return (*spec[: eqn.params["axis"]], None, *spec[eqn.params["axis"] :])
+    return None if spec[eqn.params["dimension"]] else spec
 
 
 def reshaped_spec(spec: tuple, before: tuple[int, ...], after: tuple[int, ...]) -> tuple | None:

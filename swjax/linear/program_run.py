@@ -35,6 +35,7 @@ MOVES = {
     *("transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "slice", "dynamic_slice"),
     *("split", "rev", "copy", "copy_p", "stop_gradient", "pvary", "pcast"),
 }  # fmt: skip
+MERGES = {"concatenate", "stack"}  # operations that make one array of all their operands
 
 
 class Step(NamedTuple):
@@ -71,7 +72,7 @@ class Plan(NamedTuple):
     @property
     def changes(self) -> bool:
         """Whether a step differs from its equation."""
-        return any(step.execute not in (as_it_is, move, hand_on) for step in self.steps)
+        return any(step.execute not in (as_it_is, move, merge, hand_on) for step in self.steps)
 
     def grouped(self, known: "dict[tuple, Callable]") -> "Plan":
         """The plan with equations that run as they are in groups; JAX traces those of equal layers once.
@@ -223,6 +224,13 @@ def move(step: Step, values: Arrays, stored: Arrays) -> tuple[Arrays, Arrays]:
     if name in GATHERS or stored[0] is values[0]:
         return outs, []
     return outs, _bind(step.eqn, [stored[0], *values[1:]])
+
+
+def merge(step: Step, values: Arrays, stored: Arrays) -> tuple[Arrays, Arrays]:
+    """Makes one array of parameters, and one of the stored ones unless their dtypes or shardings differ."""
+    sharding = lambda arrays: [jax.typeof(array).sharding for array in arrays]
+    alike = len({array.dtype for array in stored}) == 1 and sharding(stored) == sharding(values)
+    return _bind(step.eqn, values), _bind(step.eqn, stored) if alike else []
 
 
 def returned_operands(eqn: Any) -> list[int] | None:
