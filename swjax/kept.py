@@ -8,9 +8,9 @@ T = TypeVar("T")
 
 # Parts of paths of parameters that language models keep in 16 bits; a part is what stands between slashes.
 _KEPT = {
-    "lora": r"\w*lora_?[ab](?:_\w+)?",
-    "head": r"(?:\w+_)?head|(?:\w+_)?logits?(?:_?dense)?|classifier|embed_out|unembed\w*"
-    r"|output_(?:layer|projection)",
+    "lora": r"\w*lora[_/.]?(?:[ab]|down|up)(?:_\w+)?",
+    "head": r"(?!(?:multi|single|attn|attention)_head)(?:\w+_)?head|(?:\w+_)?logits?(?:dense|_\w+)?"
+    r"|classifier|embed_out|unembed\w*|output_(?:layer|projection)",
     "router": r"\w*router\w*|\w*expert_gate|gating",
     "gate": r"gate",
     "embedding": r"\w*embed\w*|wte|wpe|(?:\w+_)?emb",
@@ -28,7 +28,7 @@ LLM_RULES = {LLM: "switchback"}  # what the string "llm" stands for
 KEPT_IN_LLMS = (
     r"(?i)(?:.*[/.])?(?:"
     + "|".join(f"(?P<{kind}>{part})" for kind, part in _KEPT.items())
-    + r")(?:[/.].*)?|(?P<output>(?:params/|model/)*output[/.]\w+)"
+    + r")(?:[/.].*)?|(?P<output>(?:params/|model[/.])*output(?:[/.]\w+)?)"
 )
 
 

@@ -450,11 +450,14 @@ def test_what_stays_is_listed_and_computed_as_before(reason):
 
 
 def test_the_warning_names_a_product_that_rules_do_not_reach():
-    """It named the first use of a parameter, a lookup."""
-    apply = lambda params, x: x @ (params["w"] * 2.0) + params["embed"][jnp.argmax(x, -1)]
+    """It named the first use of a parameter, that of an embedding or a router."""
     params = {name: draw(WIDTH, WIDTH) for name in ("embed", "w")}
-    with pytest.warns(UserWarning, match="nothing; 'w' stays, because: mul changes"):
-        swjax.quantized(apply)(params, X)
+    uses = {"mul changes": lambda x, w: x @ (w * 2.0)}
+    uses |= {"a lookup": lambda x, w: x + w[jnp.argmax(x, -1)]}
+    for reason, use in uses.items():
+        apply = lambda p, x: x @ p["embed"] + use(x, p["w"])  # noqa: B023
+        with pytest.warns(UserWarning, match=f"nothing; 'w' stays, because: {reason}"):
+            swjax.quantized(apply)(params, X)
 
 
 def blocks_in_order(params, x):
@@ -564,7 +567,8 @@ model/layers/0/mlp/gate/weight  model/layers/0/mlp/shared_expert_gate/weight
 model/layers/0/block_sparse_moe/gate/kernel  model.embed_tokens.weight  model.layers.0.mlp.gate.weight
 transformer/wte/embedding  transformer/wpe/embedding  transformer/h/0/ln_1/scale  transformer/ln_f/scale
 score/head/kernel  decoder/logitdense/kernel  output/kernel  layers/0/attn/q_proj/w_lora_a
-classifier/kernel  to_logits/kernel
+classifier/kernel  to_logits/kernel  output  model.output.weight  lm/softmax/logits_ffn/linear/w
+layers/0/attn/lora/a  layers/0/attn/lora/B  layers/0/q_proj/lora_down/kernel
 layers/0/attn/q_proj/kernel_lora_b  layers/0/self_attn/q_proj/lora_A/default/weight
 transformer/layers/0/LayerNorm_0/scale  blocks/0/norm1/scale
 """.split()
@@ -579,7 +583,8 @@ model/layers/0/mlp/gate_up_proj/weight  model/layers/0/mlp/shared_expert/gate_pr
 transformer/h/0/attn/c_attn/kernel  transformer/h/0/mlp/c_fc/kernel
 bert/encoder/layer/0/output/dense/kernel  model.layers.0.self_attn.q_proj.weight
 transformer/layers/stacked/self_attn/q_proj/weight  encoder/layers/0/attn/multihead/query/kernel
-model/layers/0/layernorm_mlp/wi_kernel
+model/layers/0/layernorm_mlp/wi_kernel  blocks/0/multi_head/query/kernel
+blocks/0/attention_head/wq  layers/0/attention/output
 """.split()
 
 

@@ -445,7 +445,7 @@ def _warn(planner: Planner) -> None:
         return
     much = "less than half of what they name" if converted else "nothing"
     message = f"rules quantize {much}, no product has a parameter of the first argument"
-    for product in missed or planner.products:
+    for product in missed or [*filter(named, planner.products)] or planner.products:
         if product.path:
             message = f"rules quantize {much}; {product.path!r} stays, because: {product.reason}"
             if product.reason == CONSTANT:
