@@ -29,6 +29,7 @@ from swjax.linear.conversion import (
     Conversion,
     refuse_dot_general_cls,
     warn_if_only_kept,
+    warn_of_own_product,
 )
 from swjax.linear.interception import is_active
 from swjax.linear.layouts import Layout, layout_of_kernel
@@ -438,6 +439,7 @@ def _computing_as(module, path: str, recipe: Recipe | None, implementation: str 
         other = {"recipe": recipe, "implementation": recipe.implementation(implementation)}
     else:
         refuse_dot_general_cls(path, module)
+        warn_of_own_product(path, module.dot_general)
         named = recipe.implementation(implementation)
         product = dot_general(recipe, implementation=named, layout=_layout(module))
         given = keywords_of(module.dot_general)

@@ -27,6 +27,7 @@ from swjax.linear.conversion import (
     elements,
     refuse_dot_general_cls,
     warn_if_only_kept,
+    warn_of_own_product,
 )
 from swjax.linear.interception import is_active
 from swjax.linear.layouts import TOKENS, Layout, layout_of_kernel
@@ -458,6 +459,7 @@ def quantize_model(
             product = dot_general(recipe, implementation=named, layout=layout)
             name = product_name(layer)
             replaced = before.replaced if before else getattr(layer, name)
+            warn_of_own_product(path, replaced)
             setattr(layer, name, _Product(product, replaced, name == "einsum_op"))
     for _, module in _modules(model):
         nnx_blocks.fuse(module, _gated_mlp_of)

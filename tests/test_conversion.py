@@ -37,8 +37,7 @@ class Model(nnx.Module):
         return self.general(x).reshape(x.shape) + self.table(jnp.array([1]))
 
 
-def lax_dot_general(*args, **kwargs):
-    return jax.lax.dot_general(*args, **kwargs)
+lax_dot_general = partial(jax.lax.dot_general)
 
 
 def test_a_table_of_every_matrix():
@@ -200,6 +199,15 @@ def test_options_of_the_product_that_a_recipe_replaces_are_kept():
     x, w = (a.astype("bfloat16") for a in (X, params["params"]["kernel"]))
     want = want(x, w, (((X.ndim - 1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
     assert got.dtype == jnp.float32 and jnp.all(got == want)
+
+    own = lambda *args, **options: jax.lax.dot_general(*args, **options).astype(jnp.float32)
+    head = nnx.Linear(8, 4, dot_general=own, rngs=nnx.Rngs(0))
+    layer = nn.Dense(4, use_bias=False, dot_general=own)
+    with pytest.warns(UserWarning, match="'head' replaces its product '<lambda>' of test_conv"):
+        swjax.nnx.quantize_model(nnx.Dict(head=head, mlp=mlp), {".*": "switchback"})
+    with pytest.warns(UserWarning, match="replaces its product"):
+        with swjax.linen.quantized({".*": "switchback"}):
+            layer.apply(params, X)
 
 
 def test_equal_conversions_share_a_compiled_program():

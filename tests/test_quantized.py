@@ -687,6 +687,7 @@ def test_frozen_parameters_give_the_values_of_float_ones(recipe):
     int8, params = swjax.quantized(language_model, {"llm": recipe}), parameters()
     frozen = int8.freeze(params, TOKENS, only="layers/.*")
     assert frozen["layers"]["out"]["w"].values.shape == (2, WIDTH, WIDTH)
+    assert int8.report(frozen, TOKENS).weight_gradient_share == 0
     stays = frozen["embedder"]["embedding"], frozen["layers"]["norm"]["scale"]
     assert all(isinstance(leaf, jax.Array) for leaf in stays)
 

@@ -202,6 +202,8 @@ def test_a_file_names_the_order_of_loading_and_prequantizing(tmp_path):
         with pytest.raises(OSError, match=f"cannot write {place}: "):
             serving.save(place, make())
     assert not tmp_path.with_name(f"{tmp_path.name}.part").exists()
+    with pytest.raises(ValueError, match="got two named 'a/b'"):  # one of them was lost
+        serving.save(tmp_path / "x.safetensors", {"a/b": jnp.ones(2), "a": {"b": jnp.ones(2)}})
     serving.save(tmp_path / "int8.safetensors", serving.prequantize(make()))
     with pytest.raises(ValueError, match="so prequantize the model before loading"):
         serving.load(tmp_path / "int8.safetensors", make())
@@ -233,10 +235,10 @@ def test_prequantized_kernels_are_described():
 def test_a_report_of_a_prequantized_model_has_its_recipe():
     """The recipe was unknown, and so no input gradient was listed in 8 bits."""
     model = nnx.Sequential(nnx.Linear(16, 8, rngs=nnx.Rngs(0)))
-    swjax.nnx.quantize_model(model, {".*": "switchback"})
+    swjax.nnx.quantize_model(model, {".*": "int8_hadamard"})
     report = swjax.nnx.describe_model(serving.prequantize(model), jnp.ones((4, 16)))
-    assert [product.recipe and product.recipe.name for product in report] == ["switchback"]
-    assert (report.share, report.input_gradient_share) == (1, 1)
+    assert [product.recipe and product.recipe.name for product in report] == ["int8_hadamard"]
+    assert (report.share, report.input_gradient_share, report.weight_gradient_share) == (1, 1, 0)
 
 
 def test_a_model_is_prequantized_once():

@@ -4,6 +4,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from swjax.kept import kept_kind
@@ -187,4 +188,17 @@ def refuse_dot_general_cls(path: str, module: Any) -> None:
         raise ValueError(
             f"the layer {path!r} has a dot_general_cls, which overrides any dot_general: "
             f"build it without a dot_general_cls, or exclude it from the expressions"
+        )
+
+
+def warn_of_own_product(path: str, replaced: Any) -> None:
+    """Warns if a recipe replaces a product with code of its own, of which nothing remains."""
+    function = replaced.func if isinstance(replaced, partial) else replaced
+    module = getattr(function, "__module__", None) or ""
+    if function is not None and module.split(".")[0] not in ("jax", "flax", "swjax"):
+        name = getattr(function, "__name__", type(function).__name__)
+        warnings.warn(
+            f"the recipe of the layer {path!r} replaces its product {name!r} of {module}, whose options are "
+            "lost: exclude the layer, or give it a functools.partial of jax.lax.dot_general",
+            stacklevel=4,
         )

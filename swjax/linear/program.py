@@ -109,7 +109,7 @@ class Quantized:
         choices = _choices(self.rules, [path for path, _ in program.parameters])
         for path, w in program.parameters:  # a frozen weight is quantized once for all steps
             if _is_frozen(w) or (freezing is not None and re.fullmatch(freezing, path)):
-                choices[path] = choices[path]._replace(automatic=False)
+                choices[path] = choices[path]._replace(automatic=False, frozen=_is_frozen(w))
         specs = {**_specs(params, self.tokens), **self.specs}
         planner = Planner(choices, self.implementation, specs, self.tokens, groups)
         plan = program.planned(planner)
@@ -257,6 +257,7 @@ def products_of(
     """
     program = _traced(fn, params, args, kwargs)
     choices = dict.fromkeys((path for path, _ in program.parameters), Choice(None, UNMATCHED))
+    stored = {path for path, w in program.parameters if w.dtype.name in recipes.QUANTIZED_DTYPES}
     for matrix in matrices:
         reason = matrix.reason
         if matrix.recipe is not None:
@@ -269,7 +270,7 @@ def products_of(
                 if matrix.reason == TAKES_NONE:
                     is_kept = kept.kept_kind_among(path, choices)
                     reason = _KEPT if is_kept else _REACHED[0]
-                choices[path] = Choice(None, reason, matrix.recipe)
+                choices[path] = Choice(None, reason, matrix.recipe, frozen=path in stored)
     planner = Planner(choices, None, {})
     program.planned(planner)
     report = planner.products

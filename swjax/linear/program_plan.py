@@ -50,12 +50,14 @@ class Choice(NamedTuple):
       recipe, reason: one of them.
       followed: the recipe of a layer that is quantized already, if it is known.
       automatic: whether experts of few rows stay in 16 bits: the rules are "llm", or the recipe is "auto".
+      frozen: whether the parameter is stored in 8 bits.
     """
 
     recipe: Recipe | None
     reason: str = ""
     followed: Recipe | None = None
     automatic: bool = False
+    frozen: bool = False
 
 
 class Origin(NamedTuple):
@@ -209,6 +211,7 @@ class Planner:
             recipe,
             reason,
             _are_quantized(lhs, rhs) or (recipe is not None and recipe.fwd is not None),
+            choice.frozen,
             eqn.source_info.traceback,
         )
         self.products.append(product)
@@ -329,7 +332,7 @@ class Planner:
                 falls_back = NO_LAYOUT if choice.reason == NO_LAYOUT else ""
                 reason_of = falls_back if recipe else reason
                 row = path, equation, (w.shape,), flops(w) * repeats, recipe, reason_of, quantized
-                self.products.append(TracedProduct(*row, eqn.source_info.traceback))
+                self.products.append(TracedProduct(*row, choice.frozen, eqn.source_info.traceback))
 
         if name == "gather" and used:
             note("a lookup")

@@ -34,6 +34,7 @@ class TracedProduct:
       recipe: recipe of the product, or None if it is not converted.
       reason: why there is no recipe; "" if there is one.
       quantized: whether the forward product has 8-bit operands.
+      frozen: whether the parameter is stored in 8 bits, and so has no gradient.
       traceback: of the code that multiplies.
     """
 
@@ -44,6 +45,7 @@ class TracedProduct:
     recipe: Recipe | None = None
     reason: str = ""
     quantized: bool = False
+    frozen: bool = False
     traceback: Any = field(default=None, compare=False, repr=False)
 
     @property
@@ -86,8 +88,9 @@ class ProgramReport(list[TracedProduct]):
     @property
     def weight_gradient_share(self) -> float:
         """The share of the FLOPs of weight gradients in 8 bits; see `input_gradient_share`."""
-        done = sum(p.flops for p in self if p.recipe and p.recipe.wgrad)
-        return done / max(sum(p.flops for p in self if p.path), 1)
+        trained = [p for p in self if p.path and not p.frozen]
+        done = sum(p.flops for p in trained if p.recipe and p.recipe.wgrad)
+        return done / max(sum(p.flops for p in trained), 1)
 
     def __str__(self) -> str:
         rows: dict[tuple[str, ...], list[TracedProduct]] = {}

@@ -274,11 +274,21 @@ def weights(model: Model) -> dict[str, jax.Array]:
     Returns:
       {"blocks/fc/bias": ..., "blocks/fc/kernel/values": ..., "blocks/fc/kernel/scale": ...}. The values of a
       prequantized kernel are [*out_features, *in_features].
+
+    Raises:
+      ValueError: two arrays have the same name.
     """
     if isinstance(model, nnx.Module):
         model = nnx.to_pure_dict(nnx.state(model, _ARRAYS))
-    leaves = jax.tree_util.tree_leaves_with_path(model)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+    named: dict[str, jax.Array] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(model):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        if name in named:
+            raise ValueError(
+                f"the arrays of a model must have different names, got two named {name!r}: rename one"
+            )
+        named[name] = leaf
+    return named
 
 
 def _fill(tree, arrays: Mapping[str, jax.Array]):
@@ -303,6 +313,7 @@ def save(path: str | Path, model: Model, metadata: Mapping[str, str] | None = No
 
     Raises:
       ModuleNotFoundError: safetensors is not installed.
+      ValueError: two arrays have the same name.
     """
     found = weights(model)
     # safetensors writes the memory of an array, whatever its strides.
