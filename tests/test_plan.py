@@ -122,7 +122,8 @@ def test_predicted_memory_of_concurrent_kernels(row):
 def test_predicted_memory_of_lora():
     """Frozen kernels are read as stored, and layers save their input only."""
     (row,) = (r for r in rows("train_step_lora_h200") if "LoRA 16" in r["implementation"])
-    config = config_lib.load(f"{ROOT}/configs/vitl14_bf16.py", [("optimizer.lora.rank", "16")])
+    settings = [("model.recipe", "standard"), ("optimizer.lora.rank", "16")]
+    config = config_lib.load(f"{ROOT}/configs/vitl14_int8.py", settings)
     with config.unlocked():
         config.model.remat, config.train.batch_size = row["remat"], row["batch"]
     predicted = plan.make(config, plan.Hardware.parse("h200:1")).memory.total / GIB
