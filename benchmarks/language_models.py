@@ -59,7 +59,6 @@ from benchmarks.language_models_shapes import (
 )
 from benchmarks.scaling_case import exchanged
 from benchmarks.scaling_profile import profile
-from swjax.diagnostics import device_time
 from swjax.kernels import targets
 from swjax.models import sharding
 from swjax.optax import muon, stable_adamw
@@ -211,13 +210,8 @@ def saved_gib(case: Case) -> float:
 def kernel_times(run: Callable) -> dict:
     if jax.default_backend() != "gpu":
         return {}
-    launches = timing.launches(run)
-    kinds = device_time.sum_by_kind(launches)
-    return {
-        "ms_of_kernels": sum(kinds.values()),
-        "kernels_ms": {kind: round(ms, 3) for kind, ms in kinds.items()},
-        "top_kernels_ms": timing.top_kernels(launches),
-    }
+    found = timing.by_kernel(timing.launches(run))
+    return {"ms_of_kernels": sum(found["kernels_ms"].values())} | found
 
 
 # --- the programs: each is compiled, with the function `start` of a `Program` ----------------------------

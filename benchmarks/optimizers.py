@@ -5,13 +5,12 @@
     python benchmarks/optimizers.py --smoke           # tiny, on any machine
 
 An update reads gradients and parameters in float32, and writes parameters and state in place. Gradients are
-random. Times are wall-clock times over consecutive calls, the median of REPEATS; kernel times are CUPTI's.
+random. Times are wall-clock times over consecutive calls, the median of three; kernel times are CUPTI's.
 "each step on X" is the iteration of Jordan et al. with all five Gram matrices, as swjax had it before.
 `torch.optim.Muon` is not timed: it has neither stacks nor a fused update.
 """
 
 import itertools
-import statistics
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -29,11 +28,9 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.kernels import timing  # noqa: E402
 from benchmarks.studies.minimax_polynomials import NONIC, cost  # noqa: E402
-from swjax.diagnostics import device_time  # noqa: E402
 from swjax.kernels import dispatch, reference  # noqa: E402
 from swjax.optax import eight_bit_moments, muon, newton_schulz, orthogonal, stable_adamw  # noqa: E402
 
-REPEATS = 3
 COLUMNS = {"model": -14, "optimizer": -34, "ms": 8, "tflops": 7, "products_ms": 11, "error": -1}
 
 
@@ -150,13 +147,10 @@ def operations(shapes, case: Case) -> float:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = timing.parser(__doc__)
+    parser = timing.parser(__doc__, seconds=240)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
     parser.add_argument("--symmetric", action="store_true", help="kernels of symmetric products")
-    parser.add_argument("--seconds", type=float, default=240, help="no case starts after this")
-    parser.add_argument("--smoke", action="store_true", help="a tiny model in few steps")
-    parser.add_argument("--out", type=Path, help="JSON file, rewritten after every row")
     args = parser.parse_args(argv)
     records = timing.Records(args.out, args.seconds)
     if args.symmetric:
@@ -207,20 +201,13 @@ def bench(shapes, case: Case, smoke: bool) -> dict:
         states.append(compiled(*states.pop(), grads))
         return states[0]
 
-    repeats = [
-        timing.seconds_per_call(run, at_least=0.05 if smoke else 0.3) for _ in range(REPEATS)
-    ]
-    seconds = statistics.median(repeats)
-    row = {
-        "ms": 1e3 * seconds,
-        "ms_of_repeats": [round(1e3 * each, 2) for each in repeats],
+    row = timing.repeated(run, at_least=0.05 if smoke else 0.3) | {
         "operations": operations(shapes, case),
         "temporary_gib": compiled.memory_analysis().temp_size_in_bytes / 2**30,
     }
     if jax.default_backend() == "gpu":
         launches = timing.launches(run)
-        row["kernels_ms"] = {k: round(ms, 3) for k, ms in device_time.sum_by_kind(launches).items()}
-        row["top_kernels_ms"] = timing.top_kernels(launches)
+        row |= timing.by_kernel(launches)
         products = [ms for name, ms in launches if is_product(name)]
         row["products_ms"] = sum(products)
         row["tflops"] = row["operations"] / max(sum(products), 1e-9) / 1e9

@@ -1,7 +1,6 @@
 """One case of the scaling benchmark, in a process that sees only its devices: a step, or losses."""
 
 import json
-import os
 import sys
 import tempfile
 import time
@@ -9,7 +8,6 @@ from collections import Counter
 from pathlib import Path
 
 from benchmarks.scaling_profile import clocks, profile
-from swjax.training.log import environment
 
 ROOT = Path(__file__).resolve().parents[1]
 # Small enough for eight CPU devices on two cores.
@@ -20,11 +18,13 @@ SMOKE = {"model.name": "tiny", "model.vision.layers": 1, "model.text.layers": 1,
 def run_case(case: dict, turn: Path) -> dict:
     import jax
 
+    from benchmarks.kernels import timing
+
     if len(jax.devices()) != case["devices"]:
         raise RuntimeError(f"{case['devices']} devices asked for, {len(jax.devices())} are here")
     jax.config.update("jax_compilation_cache_dir", str(ROOT / ".cache" / "jax"))
     row = losses(case) if case.get("losses") else measure(case, turn)
-    return row | {"machine": machine()}
+    return row | {"machine": {k: v for k, v in timing.machine().items() if k != "command"}}
 
 
 def measure(case: dict, turn: Path) -> dict:
@@ -186,17 +186,3 @@ def losses(case: dict) -> dict:
         sys.stdout = stdout
         lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
     return {"loss": [json.loads(line)["train/loss"] for line in lines]}
-
-
-def machine() -> dict:
-    import datetime
-
-    import jax
-
-    names = ("jax", "jaxlib", "flax", "jax-triton", "triton")
-    return {
-        "device": jax.devices()[0].device_kind,
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "versions": {name: environment.version(name) for name in names},
-        "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
-    }

@@ -33,7 +33,6 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.kernels import timing  # noqa: E402
 from configs import common  # noqa: E402
-from swjax.diagnostics import device_time  # noqa: E402
 from swjax.models import clip, sharding  # noqa: E402
 from swjax.models.vit import VisionTransformer  # noqa: E402
 from swjax.training import setup  # noqa: E402
@@ -110,7 +109,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse(argv):
-    parser = timing.parser(__doc__)
+    parser = timing.parser(__doc__, seconds=540)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--recipes", nargs="+", default=RECIPES)
@@ -130,14 +129,6 @@ def parse(argv):
         metavar="FILE",
         help="to compile first, and time when there is this file: so several may compile at once",
     )
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=540,
-        help="no case starts after this, or compiles with --turn",
-    )
-    parser.add_argument("--smoke", action="store_true", help="a tiny model in few steps")
-    parser.add_argument("--out", type=Path, help="JSON file, rewritten after every row")
     return parser.parse_args(argv)
 
 
@@ -170,13 +161,8 @@ def bench(records: timing.Records, case: Case, program: Program, smoke: bool):
     if peak := peak_flops(jax.devices()[0]):
         row["mfu"] = program.flops / seconds / peak
     if jax.default_backend() == "gpu":
-        launches = timing.launches(run)
-        kernels = device_time.sum_by_kind(launches)
-        row |= {
-            "kernels_ms": {kind: round(ms, 3) for kind, ms in kernels.items()},
-            "busy": sum(kernels.values()) / (1e3 * seconds),
-        }
-        row["top_kernels_ms"] = timing.top_kernels(launches)
+        row |= timing.by_kernel(timing.launches(run))
+        row["busy"] = sum(row["kernels_ms"].values()) / row["ms"]
     records.add(**row, **against(records.rows, row))
 
 

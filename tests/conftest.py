@@ -153,6 +153,13 @@ def started(shared_cache, tmp_path):
         process.communicate()  # otherwise a later test reports open pipes
 
 
+@pytest.fixture
+def collect():
+    """Collects garbage, so that a warning about objects that Orbax leaked is raised in this test."""
+    yield
+    gc.collect()
+
+
 @pytest.fixture(scope="module")
 def compiles_as_users_do():
     """Enables XLA's optimizations for a module whose tests depend on them."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -148,6 +149,13 @@ def step_of(config):
     schedule, optimizer = optimizer_of(config)
     init, graphdef = setup.make_init(config, setup.model_config(config), optimizer)
     return init, make_train_step(config, graphdef, optimizer, schedule)
+
+
+def products_of(config) -> set[str]:
+    """Returns the shapes of all matrix products in a compiled step."""
+    init, step = step_of(config)
+    text = jax.jit(step).lower(jax.eval_shape(init), batch_of(config)).compile().as_text()
+    return set(re.findall(r"= \w+(\[[\d,]*\])\S* (?:dot|custom-call)\(", text))
 
 
 def batch_of(config, seed=0):

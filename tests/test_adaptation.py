@@ -18,6 +18,7 @@ from micro_run import (
     make_init,
     optimizer_of,
     paths,
+    products_of,
     records,
     step_of,
     train,
@@ -103,15 +104,9 @@ def test_training_starts_at_the_weights_and_moves_the_matrices_alone(micro, tmp_
 @pytest.mark.release
 def test_frozen_kernels_have_no_gradients(micro):
     sizes = {"model__vision__width": 56, "model__text__width": 56} | UNDIAGNOSED
-
-    def products(config):
-        init, step = step_of(config)
-        text = jax.jit(step).lower(jax.eval_shape(init), batch_of(config)).compile().as_text()
-        return set(re.findall(r"= \w+(\[[\d,]*\])\S* (?:dot|custom-call)\(", text))
-
     kernels = {"[56,224]", "[224,56]", "[56,56]"}
-    assert kernels <= products(micro(**sizes))
-    assert not kernels & products(adapted(micro, **sizes))
+    assert kernels <= products_of(micro(**sizes))
+    assert not kernels & products_of(adapted(micro, **sizes))
 
 
 @pytest.mark.release

@@ -1,6 +1,5 @@
 """Checkpoints on a failing disk: a damaged checkpoint is not used, the one before it is."""
 
-import gc
 import random
 import resource
 import shutil
@@ -23,18 +22,12 @@ from swjax.training.state.checksums import checksums
 
 # Orbax does not await its other coroutines when one has failed.
 pytestmark = [
+    pytest.mark.usefixtures("collect"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
     pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning"),
 ]
 ROOT = Path(__file__).resolve().parent.parent
 SHAPES = {"scalar": (), "bias": (7,), "kernel": (16, 8), "embedding": (400, 16)}
-
-
-@pytest.fixture(autouse=True)
-def collect():
-    """Collects garbage, so that a warning about objects that Orbax leaked is raised in this test."""
-    yield
-    gc.collect()
 
 
 def state_of(step: int):

@@ -4,24 +4,19 @@ import json
 
 import numpy as np
 import pytest
-from clip_oracle import random_model, small_config
-from flax import nnx
+from clip_oracle import write_weights
 from photographs import jpeg
 from PIL import Image
 
-from swjax import inference, interop
+from swjax import inference
 from swjax.evaluate import probe
 from swjax.inference import export_command
 from swjax.inference.classify import main
-from swjax.models import clip
 
 
 @pytest.fixture
 def weights(tmp_path):
-    options = {"recipe": "standard", "dtype": "float32", "text": {"vocab_size": 49408}}
-    interop.save(
-        tmp_path / "clip", nnx.merge(*random_model(clip.config(small_config(), **options)))
-    )
+    write_weights(tmp_path / "clip")
     return str(tmp_path / "clip")
 
 

@@ -79,24 +79,27 @@ MISTAKES = {
 }
 
 
+def refused(flags, capsys):
+    """Returns the output and the error, a line, of a command that `train.py` refuses."""
+    assert train.main(["train.py", *flags]) == 2
+    out, error = capsys.readouterr()
+    assert error.count("\n") == 1 and error.startswith("train.py: ")
+    return out, error
+
+
 @pytest.mark.parametrize("name", MISTAKES)
 def test_command_line_mistake_is_one_line(name, capsys, tmp_path, monkeypatch):
     flags, hint = MISTAKES[name]
     monkeypatch.chdir(tmp_path)
-    assert train.main(["train.py", *flags]) == 2
-    captured = capsys.readouterr()
-    assert not captured.out
-    assert captured.err.count("\n") == 1 and captured.err.startswith("train.py: ")
-    assert hint in captured.err
+    out, error = refused(flags, capsys)
+    assert hint in error and not out
     assert not list(tmp_path.iterdir())  # a refused run creates no file
 
 
 def test_a_config_file_without_get_config_is_one_line(capsys, tmp_path):
     (tmp_path / "own.py").write_text("learning_rate = 1e-3")
-    assert train.main(["train.py", f"--config={tmp_path}/own.py", "--workdir=w"]) == 2
-    error = capsys.readouterr().err
+    _, error = refused([f"--config={tmp_path}/own.py", "--workdir=w"], capsys)
     assert "own.py': AttributeError: it has no get_config: define a function" in error
-    assert error.count("\n") == 1
 
 
 def test_a_misspelt_key_in_a_config_file_is_named_alone(capsys, tmp_path):
@@ -159,19 +162,11 @@ LATE = ("unknown data", "steps and epochs", "no duration", "two warm-ups", "warm
 def test_impossible_config_is_one_line(name, capsys, tmp_path, monkeypatch):
     overrides, hint = BAD_CONFIGS[name]
     monkeypatch.chdir(tmp_path)
-    synthetic = "--config.data.name=synthetic"
-    flags = [
-        OPENMOJI,
-        "--workdir=w",
-        synthetic,
-        *(f"--config.{override}" for override in overrides),
-    ]
-    assert train.main(["train.py", *flags]) == 2
-    error = capsys.readouterr().err
+    changes = [f"--config.{change}" for change in ("data.name=synthetic", *overrides)]
+    _, error = refused([OPENMOJI, "--workdir=w", *changes], capsys)
+    assert hint in error
     if name not in LATE:
         assert not list(tmp_path.iterdir())  # a refused run creates no file
-    assert error.count("\n") == 1 and error.startswith("train.py: ")
-    assert hint in error
 
 
 def test_a_process_exits_with_2_and_no_traceback(tmp_path):

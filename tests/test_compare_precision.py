@@ -19,14 +19,16 @@ from swjax.training.setup import model_config
 FLAGS = [f"--config={ROOT}/configs/openmoji.py", *(f"--config.{k}={v}" for k, v in MICRO.items())]
 
 
+SMALL = {
+    "recipe": "standard",
+    "vision": {"width": 16, "layers": 2, "heads": 2, "image_size": 16, "patch_size": 8},
+    "text": {"width": 16, "layers": 1, "heads": 2, "context_length": 4},
+}
+
+
 @pytest.mark.release
 def test_probes_see_outputs_and_their_gradients():
-    cfg = clip.config(
-        "tiny",
-        recipe="standard",
-        vision={"width": 16, "layers": 2, "heads": 2, "image_size": 16, "patch_size": 8},
-        text={"width": 16, "layers": 1, "heads": 2, "context_length": 4},
-    )
+    cfg = clip.config("tiny", **SMALL)
     graphdef, params = layer_errors.probed(cfg, 3, seed=0)
     images = jax.random.normal(jax.random.key(0), (3, 16, 16, 3))
 
@@ -50,21 +52,14 @@ def test_probes_see_outputs_and_their_gradients():
 
 def test_probes_fit_a_siglip():
     """It has no class token."""
-    cfg = clip.config(
-        "tiny",
-        recipe="standard",
-        architecture="siglip",
-        embed_dim=16,
-        vision={"width": 16, "layers": 1, "heads": 2, "image_size": 16, "patch_size": 8},
-        text={"width": 16, "layers": 1, "heads": 2, "context_length": 4},
-    )
+    cfg = clip.config("tiny", architecture="siglip", embed_dim=16, **SMALL)
     graphdef, params = layer_errors.probed(cfg, 3, seed=0)
 
     def loss(params):
         return jnp.sum(nnx.merge(graphdef, params).encode_image(jnp.ones((3, 16, 16, 3)))[0])
 
     probe = jax.eval_shape(jax.grad(loss), params)["vision"]["blocks"]["mlp"]["fc2"]["probe"]
-    assert probe.shape == (1, 2, 3, 4, 16)
+    assert probe.shape == (2, 2, 3, 4, 16)
 
 
 @pytest.mark.release

@@ -190,16 +190,17 @@ def test_source_refuses(arguments, options, message):
 
 def test_missing_packages_are_named(monkeypatch):
     find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "grain" else find(name)
-    )
-    with pytest.raises(ModuleNotFoundError, match=r'needs grain: pip install "swjax\[train\]"'):
-        data.loader(Photographs(), batch_size=2)
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "ftfy" else find(name)
-    )
-    with pytest.raises(ModuleNotFoundError, match="needs ftfy"):  # of captions that are not ASCII
-        data.loader(Photographs(), batch_size=2)
+    load_ = lambda: data.loader(Photographs(), batch_size=2)
+    for name, extra, use in (
+        ("grain", "train", load_),
+        ("ftfy", "train", load_),  # of captions that are not ASCII
+        ("datasets", "huggingface", lambda: data.source("huggingface", "anywhere")),
+    ):
+        hidden = lambda asked, name=name: None if asked == name else find(asked)
+        monkeypatch.setattr(importlib.util, "find_spec", hidden)
+        message = rf'needs {name}: pip install "swjax\[{extra}\]"'
+        with pytest.raises(ModuleNotFoundError, match=message):
+            use()
     require("json")
 
 

@@ -26,12 +26,16 @@ def folders(root, rows):
     return data.source("folders", str(root))
 
 
-def tables(root, rows):
+def write_table(root, rows, column):
     for number, (picture, _) in enumerate(rows):
         (root / f"{number}.jpg").write_bytes(picture)
     lines = [f"{number}.jpg,{caption}" for number, (_, caption) in enumerate(rows)]
-    (root / "rows.csv").write_text("\n".join(["image,caption", *lines]))
-    return data.source("table", str(root / "rows.csv"), data_dir=str(root))
+    (root / "rows.csv").write_text("\n".join([f"image,{column}", *lines]))
+    return str(root / "rows.csv")
+
+
+def tables(root, rows):
+    return data.source("table", write_table(root, rows, "caption"), data_dir=str(root))
 
 
 def tars(root, rows):
@@ -79,11 +83,8 @@ def class_folders(root, rows):
 
 
 def labelled_rows(root, rows):
-    for number, (picture, _) in enumerate(rows):
-        (root / f"{number}.jpg").write_bytes(picture)
-    lines = [f"{number}.jpg,{caption}" for number, (_, caption) in enumerate(rows)]
-    (root / "rows.csv").write_text("\n".join(["image,label", *lines]))
-    return data.source("labelled", f"table:{root}/rows.csv", data_dir=str(root))
+    table = write_table(root, rows, "label")
+    return data.source("labelled", f"table:{table}", data_dir=str(root))
 
 
 class Memory:

@@ -2,7 +2,6 @@
 
 import csv
 import gzip
-import importlib.util
 import io
 import json
 import os
@@ -361,15 +360,23 @@ def test_table_refuses(tmp_path, name, content, message):
 
 
 def test_addresses_in_a_table_need_their_package(tmp_path, monkeypatch):
+    """requests and aiohttp are in no extra of swjax."""
     from fsspec.registry import known_implementations
 
-    absent = {"class": "no_such_package.Files", "err": "Install no_such_package to read it"}
-    monkeypatch.setitem(known_implementations, "absent", absent)
-    (tmp_path / "t.csv").write_text("image,caption\nabsent://bucket/0.jpg,a\n")
-    message = "cannot read absent://bucket/0.jpg: Install no_such_package to read it"
-    with pytest.raises(ModuleNotFoundError, match=message) as caught:
-        open_table(tmp_path / "t.csv", tmp_path)
-    assert "\n" not in str(caught.value)
+    for address, told, message in (
+        ("absent://bucket/0.jpg", "Install nothing to read it", "Install nothing to read it"),
+        (
+            "https://example.com/0.jpg",
+            "it requires aiohttp",
+            "it requires aiohttp: pip install requests aiohttp$",
+        ),
+    ):
+        absent = {"class": "no_such_package.Files", "err": told}
+        monkeypatch.setitem(known_implementations, address.partition(":")[0], absent)
+        (tmp_path / "t.csv").write_text(f"image,caption\n{address},a\n")
+        with pytest.raises(ModuleNotFoundError, match=f"{address}: {message}") as caught:
+            open_table(tmp_path / "t.csv", tmp_path)
+        assert "\n" not in str(caught.value)
     (tmp_path / "t.csv").write_text("image,caption\nother://bucket/0.jpg,a\n")
     with pytest.raises(ValueError, match="cannot read other://bucket/0.jpg: Protocol not known"):
         open_table(tmp_path / "t.csv", tmp_path)
@@ -481,18 +488,6 @@ def test_members_are_found_in_any_case(tmp_path, image_key):
     assert fields[0]["captions"] == ("b",)
 
 
-def test_an_address_names_the_packages_it_needs(tmp_path, monkeypatch):
-    """requests and aiohttp are in no extra of swjax."""
-    from fsspec.registry import known_implementations
-
-    absent = {"class": "no_such_package.Files", "err": "it requires aiohttp"}
-    monkeypatch.setitem(known_implementations, "https", absent)
-    (tmp_path / "t.csv").write_text("image,caption\nhttps://example.com/0.jpg,a\n")
-    message = "https://example.com/0.jpg: it requires aiohttp: pip install requests aiohttp$"
-    with pytest.raises(ModuleNotFoundError, match=message):
-        open_table(tmp_path / "t.csv", tmp_path)
-
-
 # Hugging Face
 
 
@@ -582,17 +577,6 @@ def test_a_hugging_face_data_set_that_is_absent_is_one_line(hub_cache, monkeypat
         assert command in str(error.value)
     with pytest.raises(ValueError, match="'hub/pictures/train' contains no Hugging Face data set"):
         data.source("huggingface", "hub/pictures/train")  # a mistyped path: there is a folder hub
-
-
-def test_hugging_face_needs_its_package(monkeypatch):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "datasets" else find(name)
-    )
-    with pytest.raises(
-        ModuleNotFoundError, match=r'needs datasets: pip install "swjax\[huggingface\]"'
-    ):
-        data.source("huggingface", "anywhere")
 
 
 # Mixtures

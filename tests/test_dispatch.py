@@ -323,44 +323,38 @@ def test_the_tuned_table_has_the_first_word(gpu, monkeypatch):
         assert dispatch.choose("matmul", A, B) == chosen
 
 
-@pytest.mark.skipif(ATTENTION == "triton", reason="Mosaic's attention needs jax 0.11 or 0.12")
-@pytest.mark.parametrize(
-    "arrays, options, reason",
-    [
-        (heads(4, 257, 80), {}, "b [*] t to be a multiple of 8, got 1028"),
-        (heads(8, 77, 64), {"causal": True}, "causal sequences of 128 to 200 tokens, got 77"),
-        (heads(8, 77, 64), {}, "supports sequences of 96 to 265 tokens, got 77"),
-        (heads(8, 257, 88), {}, r"heads of \(64, 80\) features, got 88"),
-        (heads(8, 320, 64), {}, "sequences of 96 to 265 tokens, got 320"),
-        (heads(8, 257, 64, "float32"), {}, "a 16-bit dtype, got float32"),
-        ((array((8, 257, 1, 80)),) * 3, {}, "several heads of 80 features, got one"),
-    ],
-)
-def test_what_attention_in_mosaic_refuses(gpu, arrays, options, reason):
-    gpu((9, 0))
-    accepted = dispatch.choose("attention", *heads(8, 257, 80), implementation="mosaic_gpu")
-    assert accepted == "mosaic_gpu"
-    with pytest.raises(ValueError, match=reason):
-        dispatch.choose("attention", *arrays, implementation="mosaic_gpu", **options)
+ACCEPTED = {"attention": heads(8, 257, 80), "attention_backward": GRADIENTS}
 
 
 @pytest.mark.skipif(ATTENTION == "triton", reason="Mosaic's attention needs jax 0.11 or 0.12")
 @pytest.mark.parametrize(
-    "arrays, options, reason",
+    "operation, arrays, options, reason",
     [
-        (heads(2, 257, 80, "float32"), {}, "a 16-bit dtype, got float32: use 'xla'"),
-        (heads(2, 257, 88), {}, r"heads of \(64, 80\) features, got 88"),
-        (heads(2, 64, 64), {}, "of more than 64 tokens, got 64: use 'triton'"),
-        ((array((2, 99, 1, 80)),) * 3, {}, "several heads of 80 features, got one"),
-        (heads(2, 264, 80), {}, "264 tokens of 80 features exceed"),
+        ("attention", heads(4, 257, 80), {}, "b [*] t to be a multiple of 8, got 1028"),
+        ("attention", heads(8, 77, 64), {"causal": True}, "of 128 to 200 tokens, got 77"),
+        ("attention", heads(8, 77, 64), {}, "supports sequences of 96 to 265 tokens, got 77"),
+        ("attention", heads(8, 257, 88), {}, r"heads of \(64, 80\) features, got 88"),
+        ("attention", heads(8, 320, 64), {}, "sequences of 96 to 265 tokens, got 320"),
+        ("attention", heads(8, 257, 64, "float32"), {}, "a 16-bit dtype, got float32"),
+        ("attention", (array((8, 257, 1, 80)),) * 3, {}, "several heads of 80 features, got one"),
+        ("attention_backward", heads(2, 257, 80, "float32") * 2, {}, "got float32: use 'xla'"),
+        ("attention_backward", heads(2, 257, 88) * 2, {}, r"heads of \(64, 80\) features, got 88"),
+        (
+            "attention_backward",
+            heads(2, 64, 64) * 2,
+            {},
+            "more than 64 tokens, got 64: use 'triton'",
+        ),
+        ("attention_backward", (array((2, 99, 1, 80)),) * 6, {}, "several heads of 80 .*, got one"),
+        ("attention_backward", heads(2, 264, 80) * 2, {}, "264 tokens of 80 features exceed"),
     ],
 )
-def test_what_attention_backward_in_mosaic_refuses(gpu, arrays, options, reason):
+def test_what_attention_in_mosaic_refuses(gpu, operation, arrays, options, reason):
     gpu((9, 0))
-    run = partial(dispatch.choose, "attention_backward", implementation="mosaic_gpu")
-    assert run(*GRADIENTS) == "mosaic_gpu"
+    choose = partial(dispatch.choose, operation, implementation="mosaic_gpu")
+    assert choose(*ACCEPTED[operation]) == "mosaic_gpu"
     with pytest.raises(ValueError, match=reason):
-        run(*arrays, *arrays, **options)
+        choose(*arrays, **options)
 
 
 # --- tiles --------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from micro_run import ENVIRONMENT, MICRO, ROOT, final_state, records, train
+from micro_run import ENVIRONMENT, ROOT, command_of, final_state, records, train
 from photographs import encoded, photograph
 from processes import two_processes
 
@@ -198,10 +198,7 @@ def test_a_run_goes_on_with_another_mesh(micro, tmp_path):
 def test_two_processes_train_stop_and_go_on_as_one(micro, shared_cache, tmp_path):
     """SIGTERM is sent to one of two processes; both save the same step, and one process resumes from it."""
     two, one, rest = (tmp_path / name for name in ("two", "one", "rest"))
-    command = [sys.executable, str(ROOT / "train.py")]
-    command += [f"--config={ROOT}/configs/openmoji.py", f"--workdir={two}"]
-    changes = MICRO | CHANGES | {"train.compilation_cache": shared_cache}
-    command += [f"--config.{key}={value}" for key, value in changes.items()]
+    command = command_of(two, **CHANGES, train__compilation_cache=shared_cache)
     flags = ENVIRONMENT["XLA_FLAGS"] + " --xla_force_host_platform_device_count=1"
     environment = ENVIRONMENT | {"XLA_FLAGS": flags}
     with two_processes(command, environment) as both:
@@ -241,7 +238,7 @@ def test_two_processes_save_together_when_the_data_of_one_end(micro, shared_cach
         (tmp_path / f"{number}.png").write_bytes(image)
     rows = [f"{number}.png,picture {number}" for number in range(64)]
     (tmp_path / "pairs.csv").write_text("\n".join(["image,caption", *rows]))
-    command = command_line(
+    command = command_of(
         tmp_path / "run",
         **CHANGES,
         data__name="table",
@@ -294,19 +291,13 @@ class Ended:
         """Nothing is open."""
 
 
-def command_line(workdir, **changes):
-    command = [sys.executable, str(ROOT / "train.py"), f"--config={ROOT}/configs/openmoji.py"]
-    changes = MICRO | {key.replace("__", "."): value for key, value in changes.items()}
-    return [*command, f"--workdir={workdir}", *(f"--config.{k}={v}" for k, v in changes.items())]
-
-
 def test_two_processes_with_other_configs_end_in_one_line(tmp_path):
     program = (
         "import os, sys, train; rank = os.environ['JAX_PROCESS_ID']; "
         "os.environ['JAX_THREEFRY_PARTITIONABLE'] = rank; "
         "sys.exit(train.main([*sys.argv, f'--config.train.seed={rank}']))"
     )
-    command = [sys.executable, "-c", program, *command_line(tmp_path / "run")[2:]]
+    command = [sys.executable, "-c", program, *command_of(tmp_path / "run")[2:]]
     with two_processes(command, ENVIRONMENT | {"PYTHONPATH": str(ROOT)}) as both:
         printed = [process.communicate(timeout=120)[0].splitlines() for process in both]
     assert [process.returncode for process in both] == [2, 2], printed
@@ -352,7 +343,7 @@ def test_losing_process_0_is_one_line_and_no_abort():
 def test_waiting_for_a_process_that_does_not_come_is_said(tmp_path):
     environment = ENVIRONMENT | PLAIN | {"JAX_COORDINATOR_ADDRESS": "localhost:1"}
     process = subprocess.Popen(
-        command_line(tmp_path / "run"), env=environment, stderr=subprocess.PIPE, text=True
+        command_of(tmp_path / "run"), env=environment, stderr=subprocess.PIPE, text=True
     )
     try:
         assert process.stderr.readline() == (

@@ -117,11 +117,6 @@ def test_zero_shot_knows_only_names_that_occur():
     assert scores["zeroshot/fake_chance_top1"] == pytest.approx(1 / 3)
 
 
-def test_classes_with_one_name_are_one_class():
-    scores = zero_shot(Model(), Source([0, 3, 1])).run(np.float32(1))
-    assert scores["zeroshot/fake_chance_top1"] == pytest.approx(1 / 2)
-
-
 def test_texts_that_the_tokenizer_reads_as_one_are_one():
     """Their embeddings are equal: as two candidates they would tie, and none would be the first."""
     source = Source([0, 1, 2])

@@ -24,7 +24,7 @@ from micro_run import (
     init_and_step,
     make_init,
     paths,
-    step_of,
+    products_of,
 )
 from safetensors.numpy import save_file
 
@@ -190,13 +190,6 @@ def test_a_file_for_inference_is_one_line(micro, tmp_path):
     assert "was saved by swjax" in told and "such as a run's workdir" in told
 
 
-def products(config):
-    """Returns the shapes of all matrix products in a compiled step."""
-    init, step = step_of(config)
-    text = jax.jit(step).lower(jax.eval_shape(init), batch_of(config)).compile().as_text()
-    return set(re.findall(r"= \w+(\[[\d,]*\])\S* (?:dot|custom-call)\(", text))
-
-
 @pytest.mark.parametrize(
     "recipe, pattern", [("standard", "^vision/"), ("switchback", "^vision/blocks/mlp/")]
 )
@@ -205,9 +198,9 @@ def test_frozen_layers_have_no_moments_and_no_weight_gradients(micro, recipe, pa
     """A frozen kernel has no optimizer state, and the compiled step computes no gradient of its shape."""
     sizes = {"model__vision__width": 56, "model__recipe": recipe} | UNDIAGNOSED
     kernels = {"[56,224]", "[224,56]", "[1,56,224]", "[1,224,56]"}  # of the image tower's MLP
-    assert kernels & products(micro(**sizes))
+    assert kernels & products_of(micro(**sizes))
     config = micro(**sizes, optimizer__freeze=pattern)
-    assert not kernels & products(config)
+    assert not kernels & products_of(config)
     moments = paths(jax.eval_shape(make_init(config)[0])["opt_state"])
     assert not any(re.search(pattern[1:], path) for path in moments)
 

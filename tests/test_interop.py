@@ -32,9 +32,18 @@ VARIANTS = {
     "plain": ({}, CLIPS),
     "quick gelu": ({"gelu": "quick"}, CLIPS),
     "tanh gelu": ({"gelu": "tanh"}, CLIPS),
-    "wider mlp": ({"vision": {"mlp_ratio": 49 / 32}}, CLIPS),
-    "layer scale": ({"layer_scale": 0.0}, ["open_clip"]),
+    "wider mlp": ({"vision": {"mlp_ratio": 49 / 32}, "text": {"mlp_ratio": 3.0}}, CLIPS),
+    "layer scale": ({"layer_scale": 0.5}, ["open_clip"]),
     "logit bias": ({"init_logit_bias": -10.0}, ["open_clip"]),
+}
+CASES = [(variant, layout) for variant, (_, layouts) in VARIANTS.items() for layout in layouts]
+SIGLIP = {
+    "architecture": "siglip",
+    "gelu": "tanh",
+    "embed_dim": 32,
+    "init_logit_bias": -10.0,
+    "vision": {"resize_mode": "squash"},
+    "text": {"width": 32, "layers": 2, "heads": 4, "context_length": 9, "vocab_size": 60},
 }
 
 
@@ -70,7 +79,7 @@ def saved(tmp_path):
 @pytest.mark.parametrize(
     "variant, layout",
     thinning.kept(
-        [(v, layout) for v, (_, layouts) in VARIANTS.items() for layout in layouts],
+        CASES,
         [("plain", "open_clip"), ("wider mlp", "huggingface"), ("logit bias", "open_clip")],
     ),
 )
@@ -552,16 +561,6 @@ def test_configs_of_other_models_are_refused(tmp_path, layout, change, message):
     with pytest.raises(ValueError, match=re.escape(f"{file}: ")) as error:
         interop.load(tmp_path)
     assert message in str(error.value) and "\n" not in str(error.value)
-
-
-SIGLIP = {
-    "architecture": "siglip",
-    "gelu": "tanh",
-    "embed_dim": 32,
-    "init_logit_bias": -10.0,
-    "vision": {"resize_mode": "squash"},
-    "text": {"width": 32, "layers": 2, "heads": 4, "context_length": 9, "vocab_size": 60},
-}
 
 
 def assert_near(model, other):

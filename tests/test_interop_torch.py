@@ -13,6 +13,7 @@ import torch_peers
 from clip_oracle import compiled, inputs, random_model, shapes, small_config
 from flax import nnx
 from safetensors.numpy import load_file, save_file
+from test_interop import CASES, PLAIN, SIGLIP, VARIANTS
 
 from swjax import data, inference, interop
 from swjax.interop import hub
@@ -21,17 +22,6 @@ from swjax.models import clip
 from swjax.training.state.initialization import interpolate_positions
 
 ATOL = 3e-6  # for unit vectors in float32, as in test_models.py
-CLIPS = ("open_clip", "huggingface")
-PLAIN = {"recipe": "standard", "dtype": "float32"}
-VARIANTS = {
-    "plain": ({}, CLIPS),
-    "quick gelu": ({"gelu": "quick"}, CLIPS),
-    "tanh gelu": ({"gelu": "tanh"}, CLIPS),
-    "wider mlp": ({"vision": {"mlp_ratio": 49 / 32}, "text": {"mlp_ratio": 3.0}}, CLIPS),
-    "layer scale": ({"layer_scale": 0.5}, ["open_clip"]),
-    "logit bias": ({"init_logit_bias": -10.0}, ["open_clip"]),
-}
-CASES = [(v, layout) for v, (_, layouts) in VARIANTS.items() for layout in layouts]
 NAMES = {"vit_b32": "ViT-B-32", "vit_b16": "ViT-B-16", "vit_l14": "ViT-L-14", "vit_h14": "ViT-H-14"}
 
 
@@ -243,19 +233,9 @@ def test_real_sizes_hold_the_same_tensors(name, quick):
         assert {t.name: t.shape for t in tensors(LAYOUTS[layout], shapes(cfg))} == expected
 
 
-def siglip(**options):
-    sizes = dict(width=32, layers=2, heads=4, context_length=9, vocab_size=60, mlp_ratio=3.0)
-    return clip.config(
-        small_config(),
-        **PLAIN,
-        architecture="siglip",
-        gelu="tanh",
-        embed_dim=32,
-        init_logit_bias=-10.0,
-        vision={"resize_mode": "squash"},
-        text=sizes,
-        **options,
-    )
+def siglip():
+    text = SIGLIP["text"] | {"mlp_ratio": 3.0}
+    return clip.config(small_config(), **PLAIN, **SIGLIP | {"text": text})
 
 
 def assert_siglip_parity(ours, theirs, unseen=0):

@@ -9,8 +9,8 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
+from test_stable_adamw_optax import AXES, assert_close, problem, train
 
-from swjax import optax as swoptax
 from swjax.optax import (
     adamw_rms_by_path,
     dynamic_loss_scale,
@@ -27,7 +27,6 @@ from swjax.optax import (
 )
 
 SCALE = 256.0
-AXES = {"blocks": 0, "head": None}
 # {step: the gradient element that is made infinite}: the head once, the second block twice.
 SPOILED = {0: ("head", "w", (0, 0)), 2: ("blocks", "w", (1, 2, 1)), 3: ("blocks", "w", (1, 0, 0))}
 
@@ -43,16 +42,9 @@ OPTIMIZERS = {
 }
 
 
-def problem(steps=6):
-    rng = np.random.default_rng(0)
-    draw = lambda scale: {
-        "blocks": {"w": jnp.asarray(scale * rng.normal(size=(2, 4, 3)), jnp.float32)},
-        "head": {
-            "w": jnp.asarray(scale * rng.normal(size=(4, 2)), jnp.float32),
-            "b": jnp.asarray(scale * rng.normal(size=2), jnp.float32),
-        },
-    }
-    return draw(1.0), [draw(SCALE * 2.0**t) for t in range(steps)]
+def scaled_problem(steps=6):
+    params, grads = problem(steps=steps)
+    return params, [jax.tree.map(lambda g: SCALE * g, each) for each in grads]
 
 
 def spoil(grads, bad=(jnp.inf, jnp.nan)):
@@ -62,19 +54,8 @@ def spoil(grads, bad=(jnp.inf, jnp.nan)):
     return grads
 
 
-def run(optimizer, params, grads):
-    state, update = optimizer.init(params), jax.jit(optimizer.update)
-    with jax.numpy_dtype_promotion("standard"):  # optax's own optimizers need it
-        for g in grads:
-            updates, state = update(g, state, params)
-            params = optax.apply_updates(params, updates)
-    return params, state
-
-
-def assert_close(actual, expected):
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-7), actual, expected
-    )
+run = jax.numpy_dtype_promotion("standard")(train)  # optax's own optimizers need it
+close = partial(assert_close, rtol=2e-6)
 
 
 def restored(optimizer, params, grads):
@@ -109,7 +90,7 @@ OTHERS = {
 @pytest.mark.parametrize("name", OPTIMIZERS | OTHERS)
 def test_only_what_overflows_sits_out(name):
     """Its parameters and moments stay; all others are updated, with zeros for what is bad."""
-    params, grads = problem()
+    params, grads = scaled_problem()
     optimizer = (OPTIMIZERS | OTHERS)[name]()
     guarded = per_tensor_guard(optimizer, SCALE, block_axes=AXES)
     after, state = run(guarded, params, spoil([jax.tree.map(jnp.copy, g) for g in grads]))
@@ -117,8 +98,8 @@ def test_only_what_overflows_sits_out(name):
         "blocks/w": [0, 2], "head/b": 0, "head/w": 1,
     }  # fmt: skip
     want, want_state = restored(optimizer, params, grads)
-    assert_close(after, want)
-    assert_close(state.inner, want_state)
+    close(after, want)
+    close(state.inner, want_state)
     assert float(jnp.max(jnp.abs(after["head"]["w"] - params["head"]["w"]))) > 0.01
 
 
@@ -140,17 +121,17 @@ def test_integer_gradients_are_refused_in_one_line(guard):
 
 
 def test_rms_has_one_value_for_each_block():
-    params, grads = problem()
+    params, grads = scaled_problem()
     plain = stable_adamw(schedule, weight_decay=0.1, block_axes=AXES)
     guarded = per_tensor_guard(plain, SCALE, block_axes=AXES)
     rms = rms_by_path(run(guarded, params, grads)[1])
-    assert_close(rms, rms_by_path(run(plain, params, [unscale(g, SCALE) for g in grads])[1]))
+    close(rms, rms_by_path(run(plain, params, [unscale(g, SCALE) for g in grads])[1]))
     assert rms["blocks/w"].shape == (2,) and rms["head/w"].shape == ()
 
 
 @pytest.mark.parametrize("axis", [1, (0, 2)])
 def test_blocks_lie_along_any_axes(axis):
-    params, grads = problem()
+    params, grads = scaled_problem()
     params, grads = params["blocks"], [g["blocks"] for g in grads]
     grads[2]["w"] = grads[2]["w"].at[1, 3, 2].set(jnp.nan)
     after, state = run(per_tensor_guard(optax.sgd(1.0), SCALE, block_axes=axis), params, grads)
@@ -183,11 +164,11 @@ def test_the_guard_works_in_nnx():
 
 
 def test_dynamic_scaling_skips_all_and_is_the_inner_optimizer_otherwise():
-    params, grads = problem()
+    params, grads = scaled_problem()
     optimizer = OPTIMIZERS["stable_adamw"]()
     scaled = dynamic_loss_scale(optimizer, SCALE, growth_steps=100)
     after, state = run(scaled, params, grads)
-    assert_close(after, run(optimizer, params, [unscale(g, SCALE) for g in grads])[0])
+    close(after, run(optimizer, params, [unscale(g, SCALE) for g in grads])[0])
     assert float(loss_scale(state)) == SCALE and int(state.skipped) == 0
     after, state = run(scaled, params, spoil(grads)[:1])
     jax.tree.map(np.testing.assert_array_equal, after, params)
@@ -272,9 +253,9 @@ def test_states_on_the_host_are_read_and_updated():
     optimizer = per_tensor_guard(stable_adamw(0.1))
     _, state = optimizer.update(params, optimizer.init(params), params)
     on_host = jax.device_get(state)
-    assert_close(skipped_by_path(on_host), skipped_by_path(state))
+    close(skipped_by_path(on_host), skipped_by_path(state))
     got, want = (optimizer.update(params, each, params)[0] for each in (on_host, state))
-    assert_close(got, want)
+    close(got, want)
 
 
 @pytest.mark.parametrize("guard", [per_tensor_guard, dynamic_loss_scale])
@@ -296,7 +277,7 @@ def test_a_program_may_contain_init_and_update_on_an_explicit_mesh(guard):
         put = {
             name: jax.device_put(p, NamedSharding(mesh, specs[name])) for name, p in params.items()
         }
-        assert_close(jax.jit(two_steps)(put), want)
+        close(jax.jit(two_steps)(put), want)
 
 
 @pytest.mark.parametrize("guard", [per_tensor_guard, dynamic_loss_scale])
@@ -311,7 +292,7 @@ def test_unscale_takes_python_numbers():
 
 @pytest.mark.parametrize("exponent", [0.45, 0.65])
 def test_power_decay_is_the_weight_of_the_old_second_moment(exponent):
-    params, grads = problem(steps=4)
+    params, grads = scaled_problem(steps=4)
     state = run(stable_adamw(0.1, b2=power_decay(exponent)), params, grads)[1]
     v = 0.0
     for t, g in enumerate(grads, 1):
@@ -332,8 +313,8 @@ def test_blocks_are_mapped_along_sharded_axes(axes):
             put = lambda tree, spec=spec: jax.device_put(tree, NamedSharding(mesh, spec))
             after, state = run(guarded, put(params), [put(grads)])
             assert jax.typeof(state.inner.mu["w"]) == jax.typeof(put(params)["w"])
-        assert_close(after, want)
-        assert_close(skipped_by_path(state), skipped_by_path(want_state))
+        close(after, want)
+        close(skipped_by_path(state), skipped_by_path(want_state))
 
 
 def test_dynamic_scaling_takes_a_donated_state():
@@ -363,7 +344,3 @@ def test_a_state_from_adamw_may_be_guarded():
         from_adamw_state(ensemble, guarded.init(params), b1=0.9, b2=0.999)
     with pytest.raises(ValueError, match=r"must have a single step count"):
         adamw_rms_by_path(ensemble, jax.tree.map(lambda p: jnp.stack([p, p]), params))
-
-
-def test_exports():
-    assert all(hasattr(swoptax, name) for name in swoptax.__all__)

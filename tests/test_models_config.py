@@ -35,6 +35,21 @@ def test_parameter_counts_are_open_clips(name):
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
 
 
+def both_towers(cfg, batch):
+    """Returns a function that embeds images, with patch dropout, and texts, and its arguments."""
+    graph, params = abstract(cfg)
+
+    def run(params, images, tokens, key):
+        model = nnx.merge(graph, params)
+        image, _ = model.encode_image(images, deterministic=False, dropout_key=key)
+        return image, model.encode_text(tokens)[0]
+
+    side = cfg.vision.image_size
+    images = jax.ShapeDtypeStruct((batch, side, side, 3), jnp.float32)
+    tokens = jax.ShapeDtypeStruct((batch, cfg.text.context_length), jnp.int32)
+    return run, (params, images, tokens, jax.random.key(0))
+
+
 @pytest.mark.parametrize("name", thinning.kept(clip.CONFIGS, ["tiny", "vit_h14"]))
 def test_every_size_runs_abstractly_with_every_option(name):
     for options in (
@@ -44,17 +59,8 @@ def test_every_size_runs_abstractly_with_every_option(name):
         {"dtype": "bfloat16", "gelu": "tanh", "init_logit_bias": -10.0},
     ):
         cfg = clip.config(name, scan_layers=True, **options)
-        graph, params = abstract(cfg)
-
-        def run(params, images, tokens, key):
-            model = nnx.merge(graph, params)  # noqa: B023
-            image, _ = model.encode_image(images, deterministic=False, dropout_key=key)
-            return image, model.encode_text(tokens)[0]
-
-        side = cfg.vision.image_size
-        images = jax.ShapeDtypeStruct((2, side, side, 3), jnp.float32)
-        tokens = jax.ShapeDtypeStruct((2, cfg.text.context_length), jnp.int32)
-        for embedding in jax.eval_shape(run, params, images, tokens, jax.random.key(0)):
+        run, arguments = both_towers(cfg, batch=2)
+        for embedding in jax.eval_shape(run, *arguments):
             assert embedding.shape == (2, cfg.embed_dim) and embedding.dtype == jnp.float32
 
 
@@ -204,17 +210,8 @@ def test_logit_scale_is_clamped(value, clamped):
 @pytest.mark.release
 def test_flops_are_those_of_the_traced_products(name, dropout):
     cfg = clip.config(name, recipe="standard", patch_dropout=dropout)
-    graph, params = abstract(cfg)
-
-    def run(params, images, tokens, key):
-        model = nnx.merge(graph, params)
-        model.encode_image(images, deterministic=False, dropout_key=key)
-        return model.encode_text(tokens)
-
-    side = cfg.vision.image_size
-    images = jax.ShapeDtypeStruct((1, side, side, 3), jnp.float32)
-    tokens = jax.ShapeDtypeStruct((1, cfg.text.context_length), jnp.int32)
-    jaxpr = jax.make_jaxpr(run)(params, images, tokens, jax.random.key(0))
+    run, arguments = both_towers(cfg, batch=1)
+    jaxpr = jax.make_jaxpr(run)(*arguments)
     assert count_flops(jaxpr.jaxpr) == clip.flops_per_example(cfg)
     if dropout:
         assert clip.flops_per_example(cfg, training=False) > clip.flops_per_example(cfg)

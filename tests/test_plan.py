@@ -31,8 +31,8 @@ def rows(name: str) -> list[dict]:
     return json.loads((RESULTS / f"{name}.json").read_text())["rows"]
 
 
-def one_device() -> list[tuple]:
-    """Returns (model, recipe, remat, batch, mesh, GiB used) of whole training steps on one H200."""
+def one_device(name: str) -> list[tuple]:
+    """Returns (model, recipe, remat, batch, mesh, GiB used) of our whole training steps on one H200."""
     return [
         (
             row["model"],
@@ -42,8 +42,8 @@ def one_device() -> list[tuple]:
             Mesh(),
             row["memory_gib"],
         )
-        for row in rows("train_step_matrix_h200")
-        if row["kind"] == "step"
+        for row in rows(name)
+        if row["kind"] == "step" and row["implementation"].startswith("swjax")
     ]
 
 
@@ -67,23 +67,11 @@ def several_devices(*files: str) -> list[tuple]:
 
 def held_out() -> list[tuple]:
     """Returns runs that the memory model was not fitted to: other days, cards and reductions of gradients."""
-    whole = [
-        (
-            row["model"],
-            row["implementation"].split()[1],
-            row["remat"],
-            row["batch"],
-            Mesh(),
-            row["memory_gib"],
-        )
-        for row in rows("train_step_h200")
-        if row["kind"] == "step" and row["implementation"].startswith("swjax")
-    ]
     older = "scaling_sums_h200", "scaling_once_h200", "scaling_four_h200", "scaling_alone_h200"
-    return whole + several_devices(*older) + several_devices(NEWEST)
+    return one_device("train_step_h200") + several_devices(*older) + several_devices(NEWEST)
 
 
-FITTED = one_device() + several_devices("scaling_h200")
+FITTED = one_device("train_step_matrix_h200") + several_devices("scaling_h200")
 
 
 @functools.cache
@@ -122,7 +110,8 @@ def test_predicted_memory_of_concurrent_kernels(row):
 def test_predicted_memory_of_lora():
     """Frozen kernels are read as stored, and layers save their input only."""
     (row,) = (r for r in rows("train_step_lora_h200") if "LoRA 16" in r["implementation"])
-    config = config_lib.load(f"{ROOT}/configs/vitl14_bf16.py", [("optimizer.lora.rank", "16")])
+    settings = [("model.recipe", "standard"), ("optimizer.lora.rank", "16")]
+    config = config_lib.load(f"{ROOT}/configs/vitl14_int8.py", settings)
     with config.unlocked():
         config.model.remat, config.train.batch_size = row["remat"], row["batch"]
     predicted = plan.make(config, plan.Hardware.parse("h200:1")).memory.total / GIB

@@ -1,7 +1,6 @@
 """Short forms of benchmarks.reliability; docs/reliability.md has the results of the long ones."""
 
 import ast
-import gc
 import sys
 
 import jax
@@ -34,13 +33,6 @@ def test_where_a_run_resumes_is_read_from_its_output(reference, tmp_path, capsys
     assert train(config, tmp_path / "run") == 0
     assert resumed_at(capsys.readouterr().out) == 4
     assert resumed_at("step 1 took 3 s") is None
-
-
-@pytest.fixture
-def collect():
-    """Collects garbage, so that a warning about objects that Orbax leaked is raised in this test."""
-    yield
-    gc.collect()
 
 
 @pytest.mark.filterwarnings("ignore")  # Pillow warns about broken images, Orbax about coroutines

@@ -6,22 +6,19 @@ import re
 
 import numpy as np
 import pytest
-from clip_oracle import random_model, small_config
-from flax import nnx
+from clip_oracle import write_weights
 from photographs import jpeg
 from PIL import Image
 
-from swjax import inference, interop
+from swjax import inference
 from swjax.evaluate import search as search_lib
 from swjax.evaluate.search import Folder, main, search
-from swjax.models import clip
 
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory):
     path = tmp_path_factory.mktemp("weights") / "clip"
-    options = {"recipe": "standard", "dtype": "float32", "text": {"vocab_size": 49408}}
-    interop.save(path, nnx.merge(*random_model(clip.config(small_config(), **options))))
+    write_weights(path)
     return str(path)
 
 

@@ -321,12 +321,7 @@ class LoRA(nn.Dense):
 
 def test_the_code_of_a_subclass_of_dense_runs():
     x, layer = normal(4, 16), LoRA(8)
-    variables = layer.init(jax.random.key(0), x)
-
-    def predict(variables, x):
-        with swjax.linen.quantized({"": "switchback"}):
-            return layer.apply(variables, x)
-
+    variables, predict = layer.init(jax.random.key(0), x), partial(quantized, layer)
     small = serving.prequantize_variables(predict, variables, x)
     same_bits(jax.jit(predict)(small, x), jax.jit(predict)(variables, x))
 
@@ -341,12 +336,7 @@ class OwnKernel(nn.Dense):
 
 def test_a_subclass_that_reads_a_quantized_kernel_itself_is_one_line():
     x, layer = normal(4, 16), OwnKernel(8, use_bias=False)
-    variables = layer.init(jax.random.key(0), x)
-
-    def predict(variables, x):
-        with swjax.linen.quantized({"": "switchback"}):
-            return layer.apply(variables, x)
-
+    variables, predict = layer.init(jax.random.key(0), x), partial(quantized, layer)
     small = serving.prequantize_variables(predict, variables, x)
     with pytest.raises(ValueError, match="and OwnKernel reads it in code of its own: ") as error:
         predict(small, x)

@@ -8,16 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from clip_oracle import random_model, small_config
-from flax import nnx
+from clip_oracle import write_weights
 from micro_run import micro_config, records, train
 from photographs import jpeg, write_coco, write_tar, write_tfds
 
-from swjax import data, interop
-from swjax.data import imagenet, labelled
+from swjax import data
+from swjax.data import imagenet
 from swjax.data.labelled import address
 from swjax.evaluate.__main__ import main
-from swjax.models import clip, sharding
+from swjax.models import sharding
 from swjax.training import config as config_lib
 from swjax.training import evaluation
 from swjax.training.evaluation import open_labelled
@@ -91,16 +90,6 @@ def write_parquet(path, labels, **metadata):
     parquet.write_table(table.replace_schema_metadata(metadata or None), path, row_group_size=2)
 
 
-def test_parquet_with_named_labels(tmp_path):
-    write_parquet(tmp_path / "val.parquet", ["owl", "red fox", None, "owl"])
-    found = open_set(f"pets=parquet:{tmp_path}/*.parquet", tmp_path)
-    assert found.class_names == ("owl", "red fox") and found.set_name == "pets"
-    assert [found[i]["label"] for i in (0, 1, 3)] == [0, 1, 0]
-    assert pickle.loads(pickle.dumps(found))[1]["captions"] == ("red fox",)
-    with pytest.raises(ValueError, match="the row has no label"):
-        found[2]
-
-
 def test_parquet_with_numbers_has_the_names_of_its_class_label(tmp_path):
     """The names are in the metadata that Hugging Face's datasets writes; `classnames.txt` overrides them."""
     names = {"label": {"names": ["owl", "red_fox", "toad"], "_type": "ClassLabel"}}
@@ -169,8 +158,14 @@ def write_rows(tmp_path, labels):
     return f"table:{tmp_path}/pets.csv"
 
 
-def test_a_column_of_labels(tmp_path):
-    found = open_set(write_rows(tmp_path, ["owl", "red fox", "", "owl"]), tmp_path)
+@pytest.mark.parametrize("kind", ["table", "parquet"])
+def test_a_column_of_labels(tmp_path, kind):
+    labels = ["owl", "red fox", None, "owl"]
+    text = write_rows(tmp_path, [label or "" for label in labels])
+    if kind == "parquet":
+        write_parquet(tmp_path / "val.parquet", labels)
+        text = f"pets=parquet:{tmp_path}/*.parquet"
+    found = open_set(text, tmp_path)
     assert found.class_names == ("owl", "red fox") and found.set_name == "pets"
     assert [found[i]["label"] for i in (0, 1, 3)] == [0, 1, 0]
     assert pickle.loads(pickle.dumps(found))[1]["captions"] == ("red fox",)
@@ -193,6 +188,12 @@ def test_a_column_of_numbers_needs_names(tmp_path):
         found[1]
     with pytest.raises(ValueError, match="no row of .* has a label"):
         open_set(write_rows(tmp_path, ["", ""]), tmp_path)
+
+
+def test_labels_that_are_names_follow_the_names_file(tmp_path):
+    (tmp_path / "classnames.txt").write_text("zebra\nape\n")
+    found = open_set(write_rows(tmp_path, ["zebra"]), tmp_path)
+    assert found.class_names == ("zebra", "ape") and found[0]["captions"] == ("zebra",)
 
 
 @pytest.mark.parametrize(
@@ -343,10 +344,7 @@ def test_sets_are_scored_once_for_each_state(monkeypatch):
 
 
 def test_foreign_weights_are_scored(tmp_path, capsys):
-    options = {"recipe": "standard", "dtype": "float32", "text": {"vocab_size": 49408}}
-    interop.save(
-        tmp_path / "clip", nnx.merge(*random_model(clip.config(small_config(), **options)))
-    )
+    write_weights(tmp_path / "clip")
     pets = write_folders(tmp_path / "pets")
     assert main(["evaluate", f"--weights={tmp_path}/clip", f"--data={pets}"]) == 0
     scores = json.loads(capsys.readouterr().out)
@@ -406,11 +404,3 @@ def test_coco_captions_are_found_under_their_real_name(tmp_path):
     found = open_source(micro_config(str(tmp_path), **changes), "val")
     assert len(found) == 3 and found.captions(2) == ("cat 2", "pet 2")
     assert found[1]["captions"] == ("cat 1", "pet 1")
-
-
-def test_labels_that_are_names_follow_the_names_file(tmp_path):
-    (tmp_path / "classnames.txt").write_text("zebra\nape\n")
-    (tmp_path / "0.jpg").write_bytes(jpeg(0))
-    (tmp_path / "val.csv").write_text("image,label\n0.jpg,zebra\n")
-    found = labelled.Labelled(f"table:{tmp_path}/val.csv", data_dir=str(tmp_path / "index"))
-    assert found.class_names == ("zebra", "ape") and found[0]["captions"] == ("zebra",)

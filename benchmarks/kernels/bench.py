@@ -17,7 +17,6 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -419,7 +418,7 @@ def against_peers(records: timing.Records, row: dict) -> dict:
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     """Parses the command line; without any of the three parts, all of them run."""
-    parser = timing.parser(__doc__)
+    parser = timing.parser(__doc__, seconds=540)
     text = "operations, in every implementation; all kinds, or some"
     parser.add_argument("--ops", nargs="*", choices=CASES, metavar="KIND", help=text)
     parser.add_argument("--attention", action="store_true", help="of every tower, and cuDNN's")
@@ -429,9 +428,6 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=shapes.TOKENS, help="rows of operations")
     text = "of the transformer block whose operations are timed"
     parser.add_argument("--width", type=int, default=1280, help=text)
-    parser.add_argument("--smoke", action="store_true", help="tiny shapes, any machine")
-    parser.add_argument("--seconds", type=float, default=540, help="no case starts after this")
-    parser.add_argument("--out", type=Path, help="JSON file, rewritten after every row")
     args = parser.parse_args(argv)
     if args.ops is None and args.layer is None and not args.attention:
         args.ops, args.layer, args.attention = [], [], True

@@ -17,7 +17,6 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -168,7 +167,7 @@ def compiled_programs(pool: ThreadPoolExecutor, args) -> dict[tuple, Callable]:
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = timing.parser(__doc__)
+    parser = timing.parser(__doc__, seconds=240)
     parser.add_argument("--models", nargs="+", default=list(shapes.EXPERTS), help="their shapes")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--routings", nargs="+", choices=ROUTINGS, default=list(ROUTINGS))
@@ -176,10 +175,6 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", nargs="+", type=int, default=[16_384], help="before routing")
     text = "the implementation of ragged products to prefer; default: the automatic choice"
     parser.add_argument("--products", choices=("triton", "mosaic_gpu"), help=text)
-    parser.add_argument("--smoke", action="store_true", help="a tiny shape, any machine")
-    parser.add_argument("--threads", type=int, default=16, help="that compile")
-    parser.add_argument("--seconds", type=float, default=240, help="no case starts after this")
-    parser.add_argument("--out", type=Path, help="JSON file, rewritten after every row")
     args = parser.parse_args(argv)
     if args.smoke:
         args.models, args.tokens = list(SMOKE), [256]
@@ -195,7 +190,7 @@ def main(argv: list[str] | None = None) -> int:
             if operation.startswith("ragged"):
                 preferred = sorted(known, key=lambda name: name != args.products)
                 dispatch.IMPLEMENTATIONS[operation] = tuple(preferred)
-    with ThreadPoolExecutor(args.threads) as pool:
+    with ThreadPoolExecutor(16) as pool:
         programs = compiled_programs(pool, args)
         for model in args.models:
             for tokens in args.tokens:

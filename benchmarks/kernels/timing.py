@@ -18,6 +18,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from swjax.diagnostics import device_time
 from swjax.kernels import reference
 from swjax.kernels.reference import QTensor
 from swjax.training.log import environment
@@ -126,19 +127,23 @@ def seconds_per_call(run: Callable, at_least: float) -> float:
             return elapsed / calls
 
 
-def repeated(run: Callable, at_least: float, times: int = 3) -> dict:
-    """Returns the median of some measurements of `seconds_per_call` in ms, and each of them."""
-    found = [1e3 * seconds_per_call(run, at_least) for _ in range(times)]
+def repeated(run: Callable, at_least: float) -> dict:
+    """Returns the median of three measurements of `seconds_per_call` in ms, and each of them."""
+    found = [1e3 * seconds_per_call(run, at_least) for _ in range(3)]
     return {"ms": statistics.median(found), "ms_of_repeats": [round(ms, 2) for ms in found]}
 
 
-def top_kernels(launches, count: int = 25) -> dict[str, list]:
-    """Returns {kernel: [milliseconds, launches]} of the slowest kernels."""
+def by_kernel(launches: list[tuple[str, float]]) -> dict[str, dict]:
+    """Returns {"kernels_ms": {kind: ms}, "top_kernels_ms": {kernel: [ms, launches] of the 25 slowest}}."""
     sums: dict[str, list] = {}
     for name, ms in launches:
         entry = sums.setdefault(name[:80], [0.0, 0])
         entry[0], entry[1] = round(entry[0] + ms, 3), entry[1] + 1
-    return dict(sorted(sums.items(), key=lambda item: -item[1][0])[:count])
+    kinds = device_time.sum_by_kind(launches)
+    return {
+        "kernels_ms": {kind: round(ms, 3) for kind, ms in kinds.items()},
+        "top_kernels_ms": dict(sorted(sums.items(), key=lambda item: -item[1][0])[:25]),
+    }
 
 
 def closeness(value, specification) -> dict:
@@ -175,11 +180,16 @@ def memory_gib(compiled: jax.stages.Compiled) -> dict[str, float]:
     return {"memory_gib": sum(sizes) / 2**30, "temporaries_gib": sizes[0] / 2**30}
 
 
-def parser(doc: str) -> argparse.ArgumentParser:
-    """Returns a parser whose --help begins with the docstring of the program."""
-    return argparse.ArgumentParser(
+def parser(doc: str, seconds: float) -> argparse.ArgumentParser:
+    """Returns a parser of the flags that all programs have; --help begins with the program's docstring."""
+    parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    text = "no case starts after this"
+    parser.add_argument("--seconds", type=float, default=seconds, help=text)
+    parser.add_argument("--smoke", action="store_true", help="a tiny case, on any machine")
+    parser.add_argument("--out", type=Path, help="JSON file, rewritten after every row")
+    return parser
 
 
 def machine() -> dict:

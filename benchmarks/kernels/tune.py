@@ -404,7 +404,9 @@ def ahead(jobs: Iterator, count: int = 2) -> Iterator:
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = timing.parser(__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
         "--only", nargs="+", default=[""], metavar="START", help="shapes whose path starts so"
     )

@@ -430,32 +430,12 @@ def to_siglip(cfg: CLIPConfig) -> dict:
     _need("architecture", cfg.architecture, "siglip")
     _need("gelu", cfg.gelu, "tanh")
 
-    def tower(part):
-        return {
-            "hidden_size": part.width,
-            "intermediate_size": part.mlp_width,
-            "num_hidden_layers": part.layers,
-            "num_attention_heads": part.heads,
-            "hidden_act": _SIGLIP_VISION["hidden_act"],
-            "layer_norm_eps": cfg.epsilon,
-        }
-
+    vision, text = _hugging_face_sections(cfg)
     return {
         "architectures": ["SiglipModel"],
         "model_type": "siglip",
-        "vision_config": tower(cfg.vision)
-        | {
-            "model_type": "siglip_vision_model",
-            "image_size": cfg.vision.image_size,
-            "patch_size": cfg.vision.patch_size,
-        },
-        "text_config": tower(cfg.text)
-        | {
-            "model_type": "siglip_text_model",
-            "max_position_embeddings": cfg.text.context_length,
-            "vocab_size": cfg.text.vocab_size,
-            "projection_size": cfg.embed_dim,
-        },
+        "vision_config": vision | {"model_type": "siglip_vision_model"},
+        "text_config": text | {"model_type": "siglip_text_model", "projection_size": cfg.embed_dim},
     }
 
 
@@ -498,33 +478,37 @@ def mlp_ratio(width: int, hidden: int) -> float:
 def to_hugging_face(cfg: CLIPConfig) -> dict:
     """Converts a model configuration to a config.json for `CLIPModel.from_pretrained`."""
 
-    def tower(part):
-        return {
+    vision, text = _hugging_face_sections(cfg)
+    projection, end = {"projection_dim": cfg.embed_dim}, cfg.text.vocab_size - 1
+    ids = {"bos_token_id": end - 1, "eos_token_id": end, "pad_token_id": 0}
+    return {
+        "architectures": ["CLIPModel"],
+        "model_type": "clip",
+        **projection,
+        "vision_config": vision | projection,
+        "text_config": text | projection | ids,
+    }
+
+
+def _hugging_face_sections(cfg: CLIPConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Undoes `_hugging_face_towers`: the keys of both towers that CLIP and SigLIP share."""
+    vision, text = (
+        {
             "hidden_size": part.width,
             "intermediate_size": part.mlp_width,
             "num_hidden_layers": part.layers,
             "num_attention_heads": part.heads,
             "hidden_act": _ACTIVATIONS[cfg.gelu],
-            "layer_norm_eps": 1e-5,
-            "projection_dim": cfg.embed_dim,
+            "layer_norm_eps": cfg.epsilon,
         }
-
-    end = cfg.text.vocab_size - 1
-    return {
-        "architectures": ["CLIPModel"],
-        "model_type": "clip",
-        "projection_dim": cfg.embed_dim,
-        "vision_config": tower(cfg.vision)
-        | {"image_size": cfg.vision.image_size, "patch_size": cfg.vision.patch_size},
-        "text_config": tower(cfg.text)
-        | {
-            "max_position_embeddings": cfg.text.context_length,
-            "vocab_size": cfg.text.vocab_size,
-            "bos_token_id": end - 1,
-            "eos_token_id": end,
-            "pad_token_id": 0,
-        },
+        for part in (cfg.vision, cfg.text)
+    )
+    vision |= {"image_size": cfg.vision.image_size, "patch_size": cfg.vision.patch_size}
+    text |= {
+        "max_position_embeddings": cfg.text.context_length,
+        "vocab_size": cfg.text.vocab_size,
     }
+    return vision, text
 
 
 def _need(key: str, value, only) -> None:
