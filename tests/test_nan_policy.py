@@ -164,9 +164,9 @@ def test_what_is_not_finite_is_named_at_its_step(micro, planted, tmp_path, capsy
 # ------------------------------------------------------------------------------------- skipped steps
 
 
-def policy_of(config, position=None, steps=200) -> NanPolicy:
-    console = Console(steps, io.StringIO())
-    return NanPolicy(config, steps=steps, position=position, console=console)
+def policy_of(config, position=None) -> NanPolicy:
+    console = Console(200, io.StringIO())
+    return NanPolicy(config, steps=200, position=position, console=console)
 
 
 def skipped_or_not(*flags: int) -> list[dict]:

@@ -391,16 +391,15 @@ def nnx_optimizer(optimizer):
 # -------------------------------------------------------------------------------------
 
 
-def wrapped(wrap, dtypes=("float32",), steps=4):
+def wrapped(wrap):
     """Returns a check that a wrapper gives the updates that it gives for the same optimizer of optax."""
 
     def check(optimizer, same):
-        for dtype in dtypes:
-            params = params_of(dtype)
-            with jax.numpy_rank_promotion("allow"):  # optax's Muon needs it
-                want = updates_of(wrap(same), params, steps)
-            close(updates_of(wrap(optimizer), params, steps), want)
-            assert any(np.any(plain(u)) for u in jax.tree.leaves(want))
+        params = params_of()
+        with jax.numpy_rank_promotion("allow"):  # optax's Muon needs it
+            want = updates_of(wrap(same), params)
+        close(updates_of(wrap(optimizer), params), want)
+        assert any(np.any(plain(u)) for u in jax.tree.leaves(want))
 
     check.wraps = wrap
     return check

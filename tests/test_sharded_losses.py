@@ -33,8 +33,8 @@ def full_matrix(name, image, text, log_scale, bias, labels):
     return -jnp.mean(jnp.sum(target * log_p, axis=1))
 
 
-def loss_arguments(batch=48, width=24):
-    image, text = draw(batch, width), draw(batch, width, seed=1)
+def loss_arguments(batch=48):
+    image, text = draw(batch, 24), draw(batch, 24, seed=1)
     text = text + image
     unit = lambda x: x / jnp.linalg.norm(x, axis=1, keepdims=True)
     labels = jnp.arange(batch) % (batch - 7)

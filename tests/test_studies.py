@@ -155,14 +155,14 @@ def test_interval_of_a_run_that_diverged(study):
         assert not np.isfinite(mean) and np.isnan(half)
 
 
-def paired_runs(tests=("test",), rate=1e-3, **scores_of_arms):
+def paired_runs(rate=1e-3, **scores_of_arms):
     """Returns runs in which all scores of a seed and arm are equal."""
     names = ("top1", "image_to_text_R@10", "text_to_image_R@10")
     return [
         {
             "key": {"rate": rate, "seed": seed, "arm": arm},
             "result": {"loss": [2.0, 1.0], "final_loss": value}
-            | {split: dict.fromkeys(names, value) for split in ("val", *tests)},
+            | {split: dict.fromkeys(names, value) for split in ("val", "test")},
         }
         for arm, values in scores_of_arms.items()
         for seed, value in enumerate(values)

@@ -61,9 +61,9 @@ class Work(NamedTuple):
 # --- candidates ---------------------------------------------------------------------------------------
 
 
-def works(tokens: int = shapes.TOKENS) -> dict[tuple[str, ...], Work]:
+def works() -> dict[tuple[str, ...], Work]:
     """Returns {path: work} of everything that can be tuned, the most important first."""
-    return {work.path: work for work in _works(tokens)}
+    return {work.path: work for work in _works(shapes.TOKENS)}
 
 
 def _works(tokens: int) -> Iterator[Work]:

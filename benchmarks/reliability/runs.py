@@ -49,13 +49,13 @@ class Run:
         """Returns what the process has written to stdout and stderr."""
         return self.output.read_text(errors="replace")[self._said_before :]
 
-    def to_its_end(self, code: int = 0, timeout: float = 600) -> str:
+    def to_its_end(self, code: int = 0) -> str:
         """Waits for the process to end; returns its output.
 
         Raises:
           RuntimeError: it ended with another code.
         """
-        if self.process.wait(timeout) != code:
+        if self.process.wait(600) != code:
             raise RuntimeError(f"exit code {self.process.returncode}: {self.said()[-2000:]}")
         return self.said()
 

@@ -640,8 +640,8 @@ def row(some: list[dict], arm: str, name: str) -> dict:
     }
 
 
-def p_outside(pairs: list[float], margin: float = MARGIN) -> tuple[float, float]:
-    """The p-values of two one-sided t-tests: the mean is above -margin, and below margin.
+def p_outside(pairs: list[float]) -> tuple[float, float]:
+    """The p-values of two one-sided t-tests: the mean is above -MARGIN, and below MARGIN.
 
     >>> max(p_outside([0.001, -0.001, 0.0])) < 0.05 < max(p_outside([0.003, 0.001, 0.002]))
     True
@@ -650,7 +650,7 @@ def p_outside(pairs: list[float], margin: float = MARGIN) -> tuple[float, float]
         return math.nan, math.nan
     return tuple(
         float(stats.ttest_1samp(pairs, limit, alternative=side).pvalue)
-        for limit, side in ((-margin, "greater"), (margin, "less"))
+        for limit, side in ((-MARGIN, "greater"), (MARGIN, "less"))
     )
 
 

@@ -54,7 +54,7 @@ def main(argv=None) -> dict:
 
 
 def parse(argv):
-    flags = study.training_parser(__doc__, seeds=3, steps=1000)
+    flags = study.training_parser(__doc__)
     flags.add_argument("--size", default="m", choices=spikes.SIZES)
     flags.add_argument("--batch", type=int, default=256)
     flags.add_argument("--rates", nargs="+", type=float, default=RATES)

@@ -52,7 +52,7 @@ def main(argv=None) -> dict:
 
 
 def parse(argv):
-    flags = study.training_parser(__doc__, seeds=3, steps=1000)
+    flags = study.training_parser(__doc__)
     flags.add_argument("--sizes", nargs="+", default=["m", "s"], choices=SIZES)
     flags.add_argument("--batches", nargs="+", type=int, default=[1024, 256, 64])
     flags.add_argument("--rates", nargs="+", type=float, default=[2e-3, 4e-3, 8e-3])

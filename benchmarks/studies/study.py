@@ -51,11 +51,11 @@ def parser(doc: str) -> argparse.ArgumentParser:
     return flags
 
 
-def training_parser(doc: str, *, seeds: int, steps: int) -> argparse.ArgumentParser:
+def training_parser(doc: str) -> argparse.ArgumentParser:
     """The flags of the studies that train."""
     flags = parser(doc)
-    flags.add_argument("--seeds", type=int, default=seeds)
-    flags.add_argument("--steps", type=int, default=steps)
+    flags.add_argument("--seeds", type=int, default=3)
+    flags.add_argument("--steps", type=int, default=1000)
     flags.add_argument("--dtype", default="float32", help="dtype of products without quantization")
     flags.add_argument("--source", default="emoji", help="or synthetic")
     flags.add_argument("--data", default=str(ROOT / "data"), help="prepared data sets")

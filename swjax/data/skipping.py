@@ -44,19 +44,19 @@ class Skips:
       max_share: largest allowed share of bad examples among the examples read, counted as at least 1,000 in
         each epoch. An example that is bad in every epoch therefore counts like one that is read once.
       examples: number of examples of an epoch; 0: there is one epoch.
-      read, skipped: initial counts.
+
+    Attributes:
+      read, skipped: the counts.
     """
 
-    def __init__(
-        self, policy: str, max_share: float, examples: int = 0, read: int = 0, skipped: int = 0
-    ):
+    def __init__(self, policy: str, max_share: float, examples: int = 0):
         if policy not in POLICIES or not 0 <= max_share <= 1:
             raise ValueError(
                 f"the policy for bad examples must be one of {', '.join(POLICIES)} and the share "
                 f"that may be bad must be in [0, 1]; they are {policy!r} and {max_share}"
             )
         self._policy, self._share, self._examples = policy, max_share, examples
-        self.read, self.skipped = read, skipped
+        self.read = self.skipped = 0
 
     def good(self, count: int) -> None:
         """Counts usable examples."""
