@@ -508,7 +508,24 @@ def test_adamw_of_an_nnx_optimizer():
     np.testing.assert_allclose(list(found.values()), 1, rtol=1e-5)
 
 
-def test_adamw_rms_needs_the_state_of_the_whole_gradient():
-    params = {"w": jnp.ones(3), "b": jnp.ones(1)}
-    with pytest.raises(ValueError, match="^opt_state must contain one .* for the 1 tensors .* 1: "):
-        adamw_rms_by_path(optax.adamw(1e-3).init(params), {"w": jnp.ones(3)})
+def test_adamw_rms_of_a_part_of_the_parameters():
+    """As of fine-tuning, where `optax.partition` freezes the others: it was refused."""
+    params = {"w": jnp.ones(3), "b": jnp.full(2, 2.0), "frozen": jnp.ones(1)}
+    labels, adamw = {"w": "w", "b": "b", "frozen": "no"}, optax.adamw(1e-3)
+    for optimizer in (
+        optax.partition({"w": adamw, "b": adamw, "no": optax.set_to_zero()}, labels),
+        optax.masked(adamw, {"w": True, "b": True, "frozen": False}),
+    ):
+        with jax.numpy_dtype_promotion("standard"):
+            _, state = optimizer.update(params, optimizer.init(params), params)
+        found = adamw_rms_by_path(state, params)
+        assert found.keys() == {"w", "b"}
+        np.testing.assert_allclose(list(found.values()), 1, rtol=1e-5)
+    two = [adamw.init({"w": jnp.ones(3)})] * 2
+    for state, match in (
+        (adamw.init(params), "for 'b', whose gradient has the shape None: "),
+        (two, "for 'w', whose gradient has the shape .3,. and another moment: "),
+        (optax.sgd(1.0).init(params), "must contain an optax.ScaleByAdamState, got none"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            adamw_rms_by_path(state, {"w": jnp.ones(3)})

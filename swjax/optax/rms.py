@@ -9,7 +9,12 @@ import optax
 
 from swjax.optax.eight_bits import decoded_moments
 from swjax.optax.stable import StableAdamWState, one_minus_power, rms_of
-from swjax.optax.tensors import TensorValues, blocks_by_name, resolve_block_axes
+from swjax.optax.tensors import (
+    TensorValues,
+    blocks_by_name,
+    leaves_by_name,
+    resolve_block_axes,
+)
 
 
 def rms_by_path(opt_state: optax.OptState) -> dict[str, jax.Array]:
@@ -65,8 +70,9 @@ def adamw_rms_by_path(
     device.
 
     Args:
-      opt_state: the state after the step, with one `optax.ScaleByAdamState`: the state of `optax.adamw`, or
-        of a chain or wrapper around it.
+      opt_state: the state after the step, with `optax.ScaleByAdamState`s: the state of `optax.adamw`, or of a
+        chain or wrapper around it. Parameters that `optax.masked` or `optax.partition` keep from it have no
+        RMS.
       grads: the gradients passed to Adam at this step, so after clipping if that comes first.
       b2, eps: values of the optimizer; the defaults are optax's.
       block_axes: block axes of parameters that stack several tensors, see `stable_adamw`.
@@ -75,8 +81,8 @@ def adamw_rms_by_path(
       {"path/of/the/parameter": RMS}, each a scalar, or [blocks] if `block_axes` defines blocks.
 
     Raises:
-      ValueError: there is no such state, it belongs to other parameters than the gradient, or it is that of
-        an ensemble, with several counts.
+      ValueError: there is no such state, it belongs to other parameters than the gradient, several have a
+        parameter of the same name, or it is that of an ensemble, with several counts.
 
     >>> params = {"layer": {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3)}}
     >>> optimizer = optax.adamw(1e-3)
@@ -88,26 +94,33 @@ def adamw_rms_by_path(
     opt_state = decoded_moments(opt_state)
     nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, optax.ScaleByAdamState))
     states = [node for node in nodes if isinstance(node, optax.ScaleByAdamState)]
-    leaves = jax.tree.leaves(grads)
-    shapes = [jnp.shape(g) for g in leaves]
-    if len(states) != 1 or [jnp.shape(v) for v in jax.tree.leaves(states[0].nu)] != shapes:
+    if not states:
         raise ValueError(
-            f"opt_state must contain one optax.ScaleByAdamState for the {len(leaves)} tensors of grads, "
-            f"found {len(states)}: pass the state of optax.adamw and the whole gradient"
+            "opt_state must contain an optax.ScaleByAdamState, got none: pass the state of optax.adamw"
         )
-    if jnp.ndim(states[0].count):
-        raise ValueError(
-            f"opt_state must have a single step count, got {jnp.shape(states[0].count)}: read the states "
-            "of an ensemble under jax.vmap"
-        )
-    correction = one_minus_power(b2, jnp.asarray(states[0].count))
-    axes = resolve_block_axes(block_axes, grads)
-    values = [
-        _rms(g, v, correction, eps, kept)
-        for g, v, kept in zip(leaves, jax.tree.leaves(states[0].nu), axes, strict=True)
-    ]
-    blocks = blocks_by_name(grads, axes)
-    return TensorValues.of(blocks, values, jnp.result_type(float)).by_path()
+    axes, named = resolve_block_axes(block_axes, grads), leaves_by_name(grads)
+    shapes, blocks = {name: jnp.shape(g) for name, g in named.items()}, dict(zip(named, axes))
+    values: dict[str, jax.Array] = {}
+    for state in states:
+        if jnp.ndim(state.count):
+            raise ValueError(
+                f"opt_state must have a single step count, got {jnp.shape(state.count)}: read the states "
+                "of an ensemble under jax.vmap"
+            )
+        correction = one_minus_power(b2, jnp.asarray(state.count))
+        for name, v in leaves_by_name(state.nu).items():
+            if name in values or jnp.shape(v) != shapes.get(name):
+                raise ValueError(
+                    f"opt_state must have one moment like each gradient, got one of the shape {jnp.shape(v)} "
+                    f"for {name!r}, whose gradient has the shape {shapes.get(name)}"
+                    f"{' and another moment' if name in values else ''}: pass the state of one model and its "
+                    "whole gradient"
+                )
+            values[name] = _rms(named[name], v, correction, eps, blocks[name])
+    found = {name: of for name, of in blocks_by_name(grads, axes).items() if name in values}
+    return TensorValues.of(
+        found, [values[name] for name in found], jnp.result_type(float)
+    ).by_path()
 
 
 def _rms(g, v, correction, eps, blocks: tuple[int, ...]) -> jax.Array:

@@ -232,12 +232,20 @@ def blocks_by_name(params: Any, axes: list[tuple[int, ...]]) -> Blocks:
     >>> blocks_by_name({"blocks": jnp.ones((2, 4, 3)), "head": jnp.ones(3)}, [(0,), ()])
     {'blocks': (((), ()),), 'head': ()}
     """
-    blocks: Blocks = {}
-    for (path, p), kept in zip(jax.tree_util.tree_leaves_with_path(params), axes, strict=True):
+    named = leaves_by_name(params).items()
+    return {
+        name: tuple(((),) * p.shape[axis] for axis in kept)
+        for (name, p), kept in zip(named, axes, strict=True)
+    }
+
+
+def leaves_by_name(tree: Any) -> dict[str, Any]:
+    """The leaves of a tree by their different names."""
+    named: dict[str, Any] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         name = path_name(path)
-        name = jax.tree_util.keystr(path) if name in blocks else name  # {"a/b": x, "a": {"b": y}}
-        blocks[name] = tuple(((),) * p.shape[axis] for axis in kept)
-    return blocks
+        named[jax.tree_util.keystr(path) if name in named else name] = leaf  # "a/b" and ["a"]["b"]
+    return named
 
 
 def join(
