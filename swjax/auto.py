@@ -92,6 +92,15 @@ def rotations_pay(*shapes: tuple[int, ...]) -> bool:
     return bool(shapes) and products >= LEAST_WIDTH * rotations
 
 
+def rotated_rows_pay(rows: int, experts: int, shape: tuple[int, int]) -> bool:
+    """Whether int8 weight gradients [k, n] of experts are worth their rotations.
+
+    >>> rotated_rows_pay(65_536, 128, (2048, 1536)), rotated_rows_pay(4_096, 128, (2048, 1536))
+    (True, False)
+    """
+    return rows >= experts * LEAST_ROTATED_ROWS and rotations_pay(shape)
+
+
 def few_rows(rows: int, experts: int, itemsize: int) -> str:
     """Why quantized products of experts with so few rows are not faster than 16 bits; "" if they are.
 

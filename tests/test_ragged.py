@@ -384,6 +384,22 @@ def test_experts_of_any_program():
     assert (again.reason, again.flops) == ("already quantized", 2 * ROWS * K * N)
 
 
+def test_reports_count_weight_gradients_of_few_rows_as_16_bits():
+    """All three counted as 8 bits, but `ragged_switchback` rotates no rows of small experts."""
+    int8 = swjax.quantized(experts, {"w.|dense": "switchback_hadamard"})
+    report, stays = int8.report(PARAMS, X), "the weight gradient stays in 16 bits: few rows"
+    in_8_bits = {p.path: not p.reason.startswith(stays) for p in report if p.recipe}
+    assert in_8_bits == {"wi": False, "wo": False, "dense": True}
+    dense = next(p.flops for p in report if p.path == "dense")
+    assert report.weight_gradient_share == dense / sum(p.flops for p in report)
+    grads = [
+        jax.jit(jax.grad(lambda p, fn=fn: jnp.sum(fn(p, X) ** 2)))(PARAMS)
+        for fn in (int8, swjax.quantized(experts, {"w.|dense": "switchback"}))
+    ]
+    differ = {name: bool(jnp.any(grads[0][name] != grads[1][name])) for name in in_8_bits}
+    assert differ == in_8_bits
+
+
 def test_megablox_is_a_ragged_product():
     """JAX's kernel for TPUs, with each order of the axes of w; without a recipe the kernel stays."""
     from jax.experimental.pallas.ops.tpu.megablox import gmm

@@ -227,8 +227,7 @@ def _sums_over_rows(x, gs, group_sizes, layers: tuple[Layer, ...]) -> tuple:
     dtypes = {*w_dtypes} - {None}
     options: dict[str, Any] = {"implementation": _implementation(x, layers[0])}
     product, shape = layers[0].recipe.wgrad, (x.shape[1], gs[0].shape[1])
-    pays = len(x) >= len(group_sizes) * auto.LEAST_ROTATED_ROWS and auto.rotations_pay(shape)
-    if product is not None and pays:
+    if product is not None and auto.rotated_rows_pay(len(x), len(group_sizes), shape):
         lhs, rhs = product.lhs, product.rhs
         rotated: dict[str, Any] = {
             "dtypes": (lhs.dtype, rhs.dtype),

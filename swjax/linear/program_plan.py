@@ -41,6 +41,7 @@ from swjax.linear.program_run import (
 from swjax.recipes import QUANTIZED_DTYPES, Recipe
 
 CONSTANT = "one operand is a constant, or both are parameters"
+WGRAD_STAYS = "the weight gradient stays in 16 bits: few rows or features an expert"
 
 
 class Choice(NamedTuple):
@@ -203,12 +204,17 @@ class Planner:
                 axes = dimension_numbers[0][at], experts
                 layout, order = self._layout(origin.spec, *axes)
             reason = "" if layout else NO_LAYOUT
+        listed = recipe
+        if recipe is not None and recipe.wgrad is not None and groups:
+            rows, shape = lhs.shape[0], (rhs.shape[contracted[0]], math.prod(columns))
+            if not auto.rotated_rows_pay(rows, rhs.shape[groups[0]], shape):
+                listed, reason = replace(recipe, wgrad=None), reason or WGRAD_STAYS
         product = TracedProduct(
             " + ".join(dict.fromkeys(path for o in found[:2] if o for path in o.paths)),
             f"ragged {equation}" if ragged else equation,
             (lhs.shape, rhs.shape),
             2 * lhs.size * math.prod(columns) * repeats,
-            recipe,
+            listed,
             reason,
             _are_quantized(lhs, rhs) or (recipe is not None and recipe.fwd is not None),
             choice.frozen,
