@@ -77,6 +77,7 @@ def test_a_run_continues_to_the_same_bits(start, recipe, tmp_path, monkeypatch, 
         (("new", "corpus", "--seed=-1"), "--seed must be at least 0, got -1"),
         (("run", "other"), "run holds a run with corpus stored, got "),
         (("run", "corpus", "--size=124m"), "run holds a run with size tiny, got 124m"),
+        (("cut", "corpus"), "cut/config.json is not JSON: delete "),
     ],
     ids=lambda value: value[-1].strip("-") if isinstance(value, tuple) else "",
 )
@@ -87,6 +88,8 @@ def test_what_cannot_be_done_is_told_in_one_line(start, tmp_path, capsys, flags,
     (run / "config.json").write_text(
         json.dumps(settings | {"rate": 4e-3, "seed": 0, "corpus": "stored"})
     )
+    (tmp_path / "cut").mkdir()
+    (tmp_path / "cut" / "config.json").touch()  # as on a full disk
     rate = ["--rate=4e-3"]
     with pytest.raises(SystemExit) as stopped:
         start(*flags, *rate)

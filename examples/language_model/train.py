@@ -143,14 +143,20 @@ class Run:
         self.tokens = args.batch * args.length
         self.folder.mkdir(parents=True, exist_ok=True)
         config, self.metrics = self.folder / "config.json", self.folder / "metrics.jsonl"
-        stored = json.loads(config.read_text()) if config.exists() else self.settings
+        if not config.exists():
+            config.write_text(json.dumps(self.settings) + "\n")
+        try:
+            stored = json.loads(config.read_text())
+        except ValueError as error:  # a kill or a full disk cut it
+            raise ValueError(
+                f"{config} is not JSON: delete {self.folder}, or name another --workdir"
+            ) from error
         for name, value in self.settings.items():
             if stored.get(name) != value:
                 raise ValueError(
                     f"{self.folder} holds a run with {name} {stored.get(name)}, got {value}: "
                     "repeat its settings, or name another --workdir"
                 )
-        config.write_text(json.dumps(self.settings) + "\n")
         options = ocp.CheckpointManagerOptions(max_to_keep=1, enable_async_checkpointing=False)
         self.checkpoints = ocp.CheckpointManager(
             (self.folder / "checkpoints").absolute(), options=options
