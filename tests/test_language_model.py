@@ -77,7 +77,7 @@ def test_a_run_continues_to_the_same_bits(start, recipe, tmp_path, monkeypatch, 
         (("new", "corpus", "--seed=-1"), "--seed must be at least 0, got -1"),
         (("run", "other"), "run holds a run with corpus stored, got "),
         (("run", "corpus", "--size=124m"), "run holds a run with size tiny, got 124m"),
-        (("cut", "corpus"), "cut/config.json is not JSON: delete "),
+        (("cut", "corpus"), "cut/config.json is not JSON: delete it"),
     ],
     ids=lambda value: value[-1].strip("-") if isinstance(value, tuple) else "",
 )

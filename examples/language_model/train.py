@@ -149,7 +149,7 @@ class Run:
             stored = json.loads(config.read_text())
         except ValueError as error:  # a kill or a full disk cut it
             raise ValueError(
-                f"{config} is not JSON: delete {self.folder}, or name another --workdir"
+                f"{config} is not JSON: delete it to use these settings, or name another --workdir"
             ) from error
         for name, value in self.settings.items():
             if stored.get(name) != value:
