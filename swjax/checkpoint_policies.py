@@ -106,18 +106,18 @@ def store_in_8_bits(function: Callable[..., Any], *, group: int = 128) -> Callab
         )
 
     stored.defvjp(forward, backward)
-    return stored
+    return lambda *args, **kwargs: stored(args, kwargs)
 
 
 def _unchanging(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`; a call that changes an NNX variable, which would be lost, raises a TypeError."""
 
-    def call(*args):
+    def call(args, kwargs):
         nnx = sys.modules.get("flax.nnx")
         kind = nnx.Variable if nnx else ()
-        nodes = jax.tree.leaves(args, is_leaf=lambda node: isinstance(node, kind))
+        nodes = jax.tree.leaves((args, kwargs), is_leaf=lambda node: isinstance(node, kind))
         before = [(node, node.get_value()) for node in nodes if isinstance(node, kind)]
-        y = function(*args)
+        y = function(*args, **kwargs)
         for variable, value in before:
             if variable.get_value() is not value:
                 raise TypeError(

@@ -61,6 +61,8 @@ def test_values_are_the_same_and_gradients_are_rounded():
     )
     assert value == same and 0 < relative(got, want) < 0.01
     assert relative(jax.grad(lambda x: loss(stored, PARAMS, x))(x), want[1]) < 0.01
+    by_name = lambda params, x, offset: stored(params, offset=offset, x=x)  # was refused
+    assert relative(jax.grad(lambda x: loss(by_name, PARAMS, x))(x), want[1]) < 0.01
     bad = jax.grad(lambda w: loss(stored, {"w": w}, x.at[0, 5, 7].set(jnp.nan)))(PARAMS["w"])
     assert not np.isfinite(bad[7]).any()
 

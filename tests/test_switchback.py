@@ -155,6 +155,15 @@ def gradients(f, x, w, bias, g):
     return y, *vjp(g.astype(y.dtype))
 
 
+def test_recipes_whose_outputs_depend_on_the_batch():
+    """Those that docs/recipes.md names under "Padding and outlier tokens"."""
+    x, w, *_ = arrays((8, 64), 16)
+    other = x.at[4:].multiply(8)
+    y = jax.jit(partial(swjax.switchback, w=w), static_argnames="recipe")
+    found = {name for name in NAMES if jnp.any(y(x, recipe=name) != y(other, recipe=name), 1)[0]}
+    assert found == {"fp8_tensorwise", "llm_int8_outlier6", "nvfp4"}
+
+
 @pytest.mark.parametrize(
     "x_dtype, w_dtype",
     thinning.thinned(["float32", "bfloat16", "float16"], ["float32", "bfloat16"], full=[]),
