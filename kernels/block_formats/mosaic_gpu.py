@@ -10,13 +10,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from swjax.kernels import tiles
 from swjax.kernels.availability import Unavailable
 from swjax.kernels.block_formats.reference import Blocks
 from swjax.kernels.block_formats.tiles import TILE, BlockTile
 from swjax.kernels.mosaic_gpu import pipeline
 from swjax.kernels.mosaic_gpu.pipeline import HALF, LINE, TILE_M, Fold, Ref, Scratch, SumSteps
-from swjax.kernels.products.mosaic_gpu.product import TiledWork
+from swjax.kernels.products.mosaic_gpu.product import TiledWork, Tiling, tiling
 
 BLOCK = LINE  # values that share a scale: those of one step
 FORMAT = "float8_e4m3fn", BLOCK, "float32"
@@ -44,24 +43,16 @@ class BlockProductRefs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class BlockProductSpec:
+class BlockProductSpec(Tiling):
     """The sizes of a product.
 
     Attributes:
-      m: number of rows.
       steps: number of blocks along the contracted axis.
-      grid, blocks, cluster: see `swjax.kernels.products.mosaic_gpu.product.MatmulSpec`.
-      tile: how the kernel cuts its work.
       squares: whether BLOCK columns share the scales of b. If so, a tile has BLOCK columns.
       bias: whether a bias is added.
     """
 
-    m: int
     steps: int
-    grid: tuple[int, int]
-    blocks: int
-    cluster: int
-    tile: BlockTile
     squares: bool
     bias: bool
 
@@ -133,8 +124,7 @@ class BlockProductWork(TiledWork):
             bias = pipeline.load_registers(self.inputs.bias, pl.ds(column + at, PIECE))
             return y + lax.broadcast_in_dim(bias, y.shape, (1,))
 
-        to = self.out.at[self.area(unit, half)]
-        pipeline.store_tile(piece, self.scratch.out.at[half], to, PIECE)
+        pipeline.store_tile(piece, self.scratch.out.at[half], self.out.at[self.area(unit, half)])
 
 
 def block_matmul(
@@ -157,14 +147,9 @@ def block_matmul(
     m, n = a.values.size // k, b.values.shape[0]
     squares = b.scales.shape[0] < n
     tile = tile or TILE
-    cluster = 2 if m > TILE_M else 1
     spec = BlockProductSpec(
-        m=m,
+        **tiling(m, n, tile.columns, tile, multiprocessors),
         steps=k // BLOCK,
-        grid=(pl.cdiv(m, TILE_M * cluster), pl.cdiv(n, tile.columns)),
-        blocks=(multiprocessors or tiles.multiprocessors()) // cluster,
-        cluster=cluster,
-        tile=tile,
         squares=squares,
         bias=bias is not None,
     )
@@ -178,7 +163,7 @@ def block_matmul(
         rings=[((TILE_M, LINE), a.values.dtype), ((tile.columns, LINE), b.values.dtype)],
         stages=tile.stages,
         blocks=spec.blocks,
-        cluster=cluster,
+        cluster=spec.cluster,
         vectors=(TILE_M, SQUARES if squares else tile.columns),
         piece=PIECE,
         interpret=interpret,

@@ -60,22 +60,13 @@ class BlockWeightGradientWork(WeightGradientWork):
         first, count = super().span(unit)
         return first * self.block_steps, count * self.block_steps
 
-    def load(self, unit: jax.Array) -> Callable:
-        (row, column), layer = self.corner(unit), self.position(unit)[2]
+    @property
+    def step_tokens(self) -> int:
+        return LINE
 
-        def load_step(step, slot, full):
-            along = pl.ds(step * LINE, LINE)
-
-            def load_gradient(g: Ref, out: Ref) -> None:
-                del out
-                part = g.at[pl.ds(column, COLUMNS), along]
-                plgpu.copy_gmem_to_smem(part, self.scratch.b.at[slot], full)
-
-            part = self.x.at[pl.ds(row, TILE_M), along]
-            plgpu.copy_gmem_to_smem(part, self.scratch.a.at[slot], full)
-            self.for_layer(layer, load_gradient)
-
-        return load_step
+    @staticmethod
+    def operand(array: Ref, tokens: Any, features: Any) -> Ref:
+        return array.at[features, tokens]
 
     def multiply(self, sums: Ref, slot: jax.Array, half: jax.Array) -> None:
         x, g = self.scratch.a, self.scratch.b
@@ -157,34 +148,23 @@ def block_weight_gradient_group(
         for operand in (x, *gs)
     )
     x_scale /= rotation  # exact: both operands are sqrt(rotation) too large
-    return block_products(x, x_scale, *zip(*of_gs), out_dtype=out_dtype, slices=slices, **launch)
+    return _block_products((x, x_scale), of_gs, out_dtype, slices, **launch)
 
 
-def block_products(
-    x: jax.Array,
-    x_scale: jax.Array,
-    gs: tuple[jax.Array, ...],
-    g_scales: tuple[jax.Array, ...],
-    *,
+def _block_products(
+    of_x: tuple[jax.Array, jax.Array],
+    of_gs: list[tuple[jax.Array, jax.Array]],
     out_dtype: str,
-    slices: Slices | None = None,
-    multiprocessors: int | None = None,
-    interpret: Any = None,
+    slices: Slices | None,
+    *,
+    multiprocessors: int | None,
+    interpret: Any,
 ) -> tuple[jax.Array, ...]:
-    """Multiplies int8 operands: for each g, the sum of the scaled products of the blocks of tokens.
+    """For each g, the sum of the scaled products of the blocks of tokens.
 
-    Args:
-      x: [k, blocks * length] int8; the length is a multiple of LINE.
-      x_scale: [blocks, k].
-      gs: [n, blocks * length] int8 each.
-      g_scales: [blocks, n] each.
-      out_dtype: dtype of the results.
-      slices: how the blocks of tokens are cut into slices; None chooses.
-      multiprocessors, interpret: for tests.
-
-    Returns:
-      [k, n] in `out_dtype` for each g.
+    `of_x` is int8 x [k, tokens] and its scales [blocks, k], and so are those of each g with n.
     """
+    (x, x_scale), (gs, g_scales) = of_x, zip(*of_gs)
     (k, tokens), n, count, layers = x.shape, len(gs[0]), len(x_scale), len(gs)
     columns = pl.cdiv(n, COLUMNS)
     grid = pl.cdiv(k, TILE_M), columns * layers

@@ -366,10 +366,9 @@ def load_tile(tile: Ref, buffers: Ref, barrier: Ref) -> None:
 
 
 def store_tile(
-    values: Callable[[int], jax.Array],
+    values: jax.Array | Callable[[int], jax.Array],
     buffers: Ref,
     to: Ref,
-    piece: int,
     *,
     add: bool = False,
     **options: Any,
@@ -377,16 +376,17 @@ def store_tile(
     """Copies one half of a tile to global memory, through buffers.
 
     Args:
-      values: function (first column of a piece) -> the piece.
+      values: [HALF, columns], or a function (first column of a piece) -> the piece.
       buffers: [number, HALF, piece] in shared memory.
       to: [HALF, columns] in global memory.
-      piece: number of columns written at a time.
       add: whether to add what the buffers hold, one for each piece.
       **options: options of `plgpu.copy_smem_to_gmem`.
     """
+    piece = buffers.shape[-1]
     starts = range(0, to.shape[1], piece)
     for number, at in enumerate(starts):
-        y, slot = values(at), number % buffers.shape[0]
+        y = values(at) if callable(values) else values[:, at : at + piece]
+        slot = number % buffers.shape[0]
         if add:
             y = y + buffers[slot].astype(jnp.float32)
         else:

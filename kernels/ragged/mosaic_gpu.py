@@ -215,7 +215,7 @@ class RaggedWork(TiledWork):
 
         @pl.when(whole)
         def _():
-            pipeline.store_tile(values, buffers, to, self.piece, add=self.spec.addend)
+            pipeline.store_tile(values, buffers, to, add=self.spec.addend)
 
         write = partial(
             pipeline.store_rows, buffer=self.scratch.edge.at[half], to=to, rows=(start, count)

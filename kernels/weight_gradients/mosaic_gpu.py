@@ -96,18 +96,28 @@ class WeightGradientWork:
         (row, column), layer = self.corner(unit), self.position(unit)[2]
 
         def load_step(step, slot, full):
-            along = pl.ds(step * self.spec.step_tokens, self.spec.step_tokens)
+            along = pl.ds(step * self.step_tokens, self.step_tokens)
 
             def load_gradient(g: Ref, out: Ref) -> None:
                 del out
-                part = g.at[along, pl.ds(column, self.columns)]
+                part = self.operand(g, along, pl.ds(column, self.columns))
                 plgpu.copy_gmem_to_smem(part, self.scratch.b.at[slot], full)
 
-            part = self.x.at[along, pl.ds(row, TILE_M)]
+            part = self.operand(self.x, along, pl.ds(row, TILE_M))
             plgpu.copy_gmem_to_smem(part, self.scratch.a.at[slot], full)
             self.for_layer(layer, load_gradient)
 
         return load_step
+
+    @property
+    def step_tokens(self) -> int:
+        """Number of tokens of a step of the pipeline."""
+        return self.spec.step_tokens
+
+    @staticmethod
+    def operand(array: Ref, tokens: Any, features: Any) -> Ref:
+        """Some tokens and features of x or of a gradient."""
+        return array.at[tokens, features]
 
     def multiply(self, sums: Ref, slot: jax.Array, half: jax.Array) -> None:
         x, g = self.scratch.a, self.scratch.b
@@ -124,14 +134,12 @@ class WeightGradientWork:
         """
         part, schedule = self.part(unit), self.spec.schedule
         (row, column), layer = self.corner(unit), self.position(unit)[2]
-        piece = self.scratch.out.shape[-1]
         area = pl.ds(row + half * HALF, HALF), pl.ds(column, self.columns)
-        pieces, buffers = lambda at: sums[:, at : at + piece], self.scratch.out.at[half]
 
         def write(**options):
             def store(g: Ref, out: Ref) -> None:
                 del g
-                pipeline.store_tile(pieces, buffers, out.at[area], piece, **options)
+                pipeline.store_tile(sums, self.scratch.out.at[half], out.at[area], **options)
 
             self.for_layer(layer, store)
 

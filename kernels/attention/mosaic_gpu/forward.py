@@ -14,7 +14,6 @@ the other the odd ones. For each tile a warpgroup
 With turns, one warpgroup computes exponentials while the other one multiplies.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,6 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from swjax.kernels import tiles
 from swjax.kernels.attention.mosaic_gpu import forward_scratch
 from swjax.kernels.attention.mosaic_gpu.forward_scratch import (
+    LOG2_E,
     ROWS,
     SLOTS,
     SWIZZLE_TOKENS,
@@ -40,7 +40,6 @@ from swjax.kernels.mosaic_gpu.pipeline import COMPUTE, Ref
 # into registers, and whose buffers fit into shared memory. With a causal mask registers spill at 257 tokens.
 # For shorter sequences Triton's kernel is faster, which skips tiles of hidden scores.
 LENGTHS = {False: (96, 265), True: (128, 200)}
-LOG2_E = math.log2(math.e)
 
 
 class Tile(NamedTuple):
