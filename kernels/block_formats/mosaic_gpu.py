@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -135,8 +135,6 @@ def block_matmul(
     *,
     out_dtype: str,
     tile: BlockTile | None = None,
-    multiprocessors: int | None = None,
-    interpret: Any = None,
 ) -> jax.Array:
     """`reference.block_matmul` of e4m3 values with float32 scales for 128 of them.
 
@@ -148,7 +146,7 @@ def block_matmul(
     squares = b.scales.shape[0] < n
     tile = tile or TILE
     spec = BlockProductSpec(
-        **tiling(m, n, tile.columns, tile, multiprocessors),
+        **tiling(m, n, tile.columns, tile),
         steps=k // BLOCK,
         squares=squares,
         bias=bias is not None,
@@ -166,7 +164,6 @@ def block_matmul(
         cluster=spec.cluster,
         vectors=(TILE_M, SQUARES if squares else tile.columns),
         piece=PIECE,
-        interpret=interpret,
     )(_inputs(spec, a, b, bias))
     y = y.reshape(*a.values.shape[:-1], n)
     if addend is None:

@@ -133,22 +133,19 @@ def block_weight_gradient_group(
     rotation: int,
     out_dtype: str,
     slices: Slices | None = None,
-    multiprocessors: int | None = None,
-    interpret: Any = None,
 ) -> tuple[jax.Array, ...]:
     """`reference.block_weight_gradient_group` of 16-bit operands in int8, for rotations of 128 tokens.
 
     Tokens are a multiple of 8, k and n of 64.
     """
     del dtypes  # int8
-    launch: dict[str, Any] = dict(multiprocessors=multiprocessors, interpret=interpret)
     count, length = cut_into_blocks(x.shape[0], block, rotation)
     (x, x_scale), *of_gs = (
-        rotations.quantize_blocks(operand, present, count=count, length=length, **launch)
+        rotations.quantize_blocks(operand, present, count=count, length=length)
         for operand in (x, *gs)
     )
     x_scale /= rotation  # exact: both operands are sqrt(rotation) too large
-    return _block_products((x, x_scale), of_gs, out_dtype, slices, **launch)
+    return _block_products((x, x_scale), of_gs, out_dtype, slices)
 
 
 def _block_products(
@@ -156,9 +153,6 @@ def _block_products(
     of_gs: list[tuple[jax.Array, jax.Array]],
     out_dtype: str,
     slices: Slices | None,
-    *,
-    multiprocessors: int | None,
-    interpret: Any,
 ) -> tuple[jax.Array, ...]:
     """For each g, the sum of the scaled products of the blocks of tokens.
 
@@ -168,7 +162,7 @@ def _block_products(
     (k, tokens), n, count, layers = x.shape, len(gs[0]), len(x_scale), len(gs)
     columns = pl.cdiv(n, COLUMNS)
     grid = pl.cdiv(k, TILE_M), columns * layers
-    blocks = multiprocessors or tiles.multiprocessors()
+    blocks = tiles.multiprocessors()
     slices = slices or best_slices(
         math.prod(grid), tokens, blocks, largest=count, write_tokens=WRITE_TOKENS
     )
@@ -196,7 +190,6 @@ def _block_products(
         blocks=blocks,
         cluster=1,
         piece=PIECE,
-        interpret=interpret,
     )(
         x,
         gs,

@@ -259,8 +259,6 @@ def ragged_matmul(
     precision: lax.PrecisionLike = None,
     tile: MosaicTile | None = None,
     cluster: int | None = None,
-    multiprocessors: int | None = None,
-    interpret: Any = None,
 ) -> jax.Array:
     """`reference.ragged_matmul` for operands of 8 and 16 bits. Transposes 8-bit matrices if `axis` is 1."""
     if isinstance(b, QTensor) and axis == 1:
@@ -277,7 +275,7 @@ def ragged_matmul(
         groups=groups,
         k=k,
         columns=pl.cdiv(n, TILE_N),
-        blocks=(multiprocessors or tiles.multiprocessors()) // cluster,
+        blocks=tiles.multiprocessors() // cluster,
         cluster=cluster,
         tile=tile,
         out_dtype=out_dtype,
@@ -301,7 +299,6 @@ def ragged_matmul(
         cluster=cluster,
         addend=spec.addend,
         edge=True,
-        interpret=interpret,
     )(_inputs(spec, a, b, group_sizes, addend if fused else None))
     if addend is None or fused:
         return y

@@ -117,8 +117,6 @@ def ragged_block_weight_gradient(
     block: int,
     rotation: int,
     out_dtype: str,
-    multiprocessors: int | None = None,
-    interpret: Any = None,
 ) -> tuple[jax.Array, ...]:
     """`reference.ragged_block_weight_gradient` for 16-bit operands in int8, with rotations of 128 tokens.
 
@@ -126,17 +124,16 @@ def ragged_block_weight_gradient(
     """
     del dtypes  # int8
     m, groups = x.shape[0], len(group_sizes)
-    launch: dict[str, Any] = {"multiprocessors": multiprocessors, "interpret": interpret}
     blocks = blocks_of_groups(group_sizes, m, block, rotation)
     length = padded_length(m, groups, rotation)
-    (a, a_scale), *of_gs = (rotate_blocks(each, blocks, length, **launch) for each in (x, *gs))
+    (a, a_scale), *of_gs = (rotate_blocks(each, blocks, length) for each in (x, *gs))
     a_scale /= rotation  # exact: both operands are sqrt(rotation) too large
     tables = _tables(blocks, block)
 
     def product(b, b_scale):
         k, n = len(a), len(b)
         grid = pl.cdiv(k, TILE_M), pl.cdiv(n, COLUMNS)
-        programs = multiprocessors or tiles.multiprocessors()
+        programs = tiles.multiprocessors()
 
         def ragged_blocks_kernel(inputs, out, scratch):
             index = lax.axis_index("block")
@@ -155,7 +152,6 @@ def ragged_block_weight_gradient(
             blocks=programs,
             cluster=1,
             piece=PIECE,
-            interpret=interpret,
         )(BlockRefs(**tables, a=a, b=b, a_scale=of_rows, b_scale=of_columns))
 
     return tuple(product(*of_g) for of_g in of_gs)

@@ -151,14 +151,12 @@ def ragged_weight_gradient(
     *,
     out_dtype: str,
     precision: lax.PrecisionLike = None,
-    multiprocessors: int | None = None,
-    interpret: Any = None,
 ) -> jax.Array:
     """`reference.ragged_weight_gradient` of 16-bit operands, for rows a multiple of 8, k and n of 64."""
     del precision  # the products of 16-bit numbers are exact
     (m, k), n, groups = x.shape, g.shape[1], len(group_sizes)
     grid = pl.cdiv(k, TILE_M), pl.cdiv(n, TILE_N)
-    blocks = multiprocessors or tiles.multiprocessors()
+    blocks = tiles.multiprocessors()
     starts, ends = bounds(group_sizes, m)
     group, start, size = largest_first(starts, ends - starts)
 
@@ -174,7 +172,6 @@ def ragged_weight_gradient(
         stages=STAGES,
         blocks=blocks,
         cluster=1,
-        interpret=interpret,
     )(GradientRefs(group, start, size, x, g))
 
 

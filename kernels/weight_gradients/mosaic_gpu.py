@@ -174,8 +174,6 @@ def weight_gradient_group(
     out_dtype: str = "float32",
     precision: lax.PrecisionLike = None,
     slices: Slices | None = None,
-    multiprocessors: int | None = None,
-    interpret: Any = None,
 ) -> tuple[jax.Array, ...]:
     """`reference.weight_gradient_group` of 16-bit operands, for tokens a multiple of 8, k and n of 64.
 
@@ -188,12 +186,11 @@ def weight_gradient_group(
       out_dtype: dtype of the result. Sums are in float32.
       precision: has no effect, because 16-bit products are exact in float32.
       slices: how the tokens are cut; None chooses.
-      multiprocessors, interpret: for tests.
     """
     del precision
     (tokens, k), n, layers = x.shape, gs[0].shape[1], len(gs)
     grid = pl.cdiv(k, TILE_M), pl.cdiv(n, TILE_N) * layers
-    blocks = multiprocessors or tiles.multiprocessors()
+    blocks = tiles.multiprocessors()
     step_tokens = LINE // x.dtype.itemsize
     steps = pl.cdiv(tokens, step_tokens)
     slices = slices or best_slices(
@@ -220,7 +217,6 @@ def weight_gradient_group(
         stages=WeightGradientWork.stages,
         blocks=blocks,
         cluster=1,
-        interpret=interpret,
     )(x, gs)
     return tuple(dw.astype(out_dtype) for dw in dws)
 

@@ -55,22 +55,15 @@ def attention_backward(
     gradient: jax.Array,
     *,
     causal: bool = False,
-    multiprocessors: int | None = None,
-    interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`reference.attention_backward`, for the arrays that `why_not` accepts.
-
-    Args:
-      q, k, v, out, lse, gradient, causal: of the operation.
-      multiprocessors, interpret: for tests.
-    """
+    """`reference.attention_backward`, for the arrays that `why_not` accepts."""
     _, tokens, _, width = q.shape
-    blocks = multiprocessors or tiles.multiprocessors()
+    blocks = tiles.multiprocessors()
     slots = 2 if shared_memory(tokens, width, 2) <= SHARED_MEMORY else 1
     padded = backward_heads.padded(tokens)
 
     def attention_backward_kernel(q, k, v, out, g, lse, dq, dk, dv, scratch):
-        heads = Heads(q.shape, blocks, lax.axis_index("block"), interpret is not None)
+        heads = Heads(q.shape, blocks, lax.axis_index("block"))
         work = BackwardWork(heads, q, k, v, out, g, lse, dq, dk, dv, scratch, slots, causal)
         pipeline.specialize(work.copy, work.compute, REGISTERS)
 
@@ -80,7 +73,6 @@ def attention_backward(
         (like_q,) * 3,
         allocate(tokens, width, slots, q.dtype),
         blocks=blocks,
-        interpret=interpret,
         compiler=COMPILER,
     )
     padding = ((0, 0), (0, 0), (0, padded - tokens))

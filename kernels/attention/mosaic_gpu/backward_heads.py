@@ -31,13 +31,11 @@ class Heads:
     Attributes:
       shape: (b, t, h, d).
       blocks, block: number of blocks of threads, and the number of this one.
-      interpreted: whether Pallas's interpreter runs the kernel.
     """
 
     shape: tuple[int, ...]
     blocks: int
     block: jax.Array
-    interpreted: bool
 
     @property
     def tokens(self) -> int:
@@ -124,8 +122,6 @@ class Heads:
 
         A copy that tiles rows would need a whole number of tiles in the sequence.
         """
-        if self.interpreted:
-            return ref.at[slot, pl.ds(group * SWIZZLE_TOKENS, groups * SWIZZLE_TOKENS)]
         swizzle: Any = plgpu.SwizzleTransform
         tiling: Any = plgpu.TilingTransform
         unswizzle = swizzle(2 * self.line).undo(None)

@@ -340,25 +340,14 @@ def attention(
     v: jax.Array,
     *,
     causal: bool = False,
-    multiprocessors: int | None = None,
-    interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes `reference.attention` for the arrays that `why_not` accepts.
+    """`reference.attention`, for the arrays that `why_not` accepts.
 
     An infinity or NaN in v can also make outputs of the examples before and after its own NaN: see
     `forward_scratch`.
-
-    Args:
-      q, k, v: [b, t, h, d] in bfloat16 or float16.
-      causal: as in the operation.
-      multiprocessors: number of blocks of threads, for tests; None: the GPU's number of multiprocessors.
-      interpret: parameters of Pallas's interpreter, for tests, or None.
-
-    Returns:
-      (out [b, t, h, d] in the dtype of q, lse float32 [b, h, t]).
     """
     batch, tokens, heads, width = q.shape
-    blocks = multiprocessors or tiles.multiprocessors()
+    blocks = tiles.multiprocessors()
 
     def attention_forward_kernel(q, k, v, out, lse, scratch):
         block = lax.axis_index("block")
@@ -375,7 +364,6 @@ def attention(
         types,
         buffers,
         blocks=blocks,
-        interpret=interpret,
         compiler={"approx_math": True},
     )
     out, lse = run(*(x.reshape(batch * tokens, heads * width) for x in (q, k, v)))

@@ -59,13 +59,13 @@ class Tiling:
     tile: Any
 
 
-def tiling(m: int, n: int, columns: int, tile: Any, multiprocessors: int | None) -> dict[str, Any]:
+def tiling(m: int, n: int, columns: int, tile: Any) -> dict[str, Any]:
     """The fields of the `Tiling` of a product [m, n], whose tiles have some columns."""
     cluster = 2 if m > TILE_M else 1
     return {
         "m": m,
         "grid": (pl.cdiv(m, TILE_M * cluster), pl.cdiv(n, columns)),
-        "blocks": (multiprocessors or tiles.multiprocessors()) // cluster,
+        "blocks": tiles.multiprocessors() // cluster,
         "cluster": cluster,
         "tile": tile,
     }
@@ -260,8 +260,6 @@ def matmul(
     out_dtype: str,
     contract: tuple[int, int] = (-1, -1),
     tile: MosaicTile | None = None,
-    multiprocessors: int | None = None,
-    interpret: Any = None,
 ) -> jax.Array:
     """`reference.matmul`, for rows a multiple of 8, k of 128, and n of 64 and above 64 (32 in float32)."""
     a, b = (q.T if axis == 0 else q for q, axis in zip((a, b), contract))
@@ -273,7 +271,7 @@ def matmul(
     if fused is not None:  # memory of a slot serves the addend
         tile = replace(tile, stages=min(tile.stages, 3))
     spec = MatmulSpec(
-        **tiling(m, n, TILE_N, tile, multiprocessors),
+        **tiling(m, n, TILE_N, tile),
         k=k,
         out_dtype=out_dtype,
         per_tensor=b.scale.size == 1,
@@ -292,7 +290,6 @@ def matmul(
         blocks=spec.blocks,
         cluster=spec.cluster,
         addend=spec.addend,
-        interpret=interpret,
     )(_inputs(spec, a, b, bias, fused))
     y = y.reshape(*a.values.shape[:-1], n)
     if addend is None or fused is not None:

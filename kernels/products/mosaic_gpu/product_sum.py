@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -104,24 +104,17 @@ def matmul_sum(
     out_dtype: str,
     contract: tuple[int, int] = (-1, -1),
     tile: MosaicTile = PRODUCT_SUM_TILE,
-    multiprocessors: int | None = None,
-    interpret: Any = None,
 ) -> jax.Array:
     """`reference.matmul_sum`, for rows a multiple of 8, k of 128, and n of 64 and above 64 (32 in float32).
 
-    Args:
-      a: [..., k] each, of equal shapes.
-      b: [n, k] each, of equal shapes, each with one scale.
-      out_dtype: dtype of the result.
-      contract: see `reference.matmul`.
-      tile, multiprocessors, interpret: for tests.
+    Each of a, and each of b, has the same shape, and each b one scale.
     """
     a, b = (
         tuple(q.T if axis == 0 else q for q in operands) for operands, axis in zip((a, b), contract)
     )
     shape, k = a[0].values.shape[:-1], a[0].values.shape[-1]
     m, n = math.prod(shape), b[0].values.shape[0]
-    of_tiles = tiling(m, n, COLUMNS, tile, multiprocessors)
+    of_tiles = tiling(m, n, COLUMNS, tile)
     spec = MatmulSumSpec(**of_tiles, steps=pl.cdiv(k, LINE))
 
     def matmul_sum_kernel(inputs, out, scratch):
@@ -143,7 +136,6 @@ def matmul_sum(
         blocks=spec.blocks,
         cluster=spec.cluster,
         piece=PIECE,
-        interpret=interpret,
     )(inputs)
     return y.reshape(*shape, n)
 
