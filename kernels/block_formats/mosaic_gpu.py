@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from swjax.kernels.availability import Unavailable
 from swjax.kernels.block_formats.reference import Blocks
-from swjax.kernels.block_formats.tiles import TILE, BlockTile
+from swjax.kernels.block_formats.tiles import TILE
 from swjax.kernels.mosaic_gpu import pipeline
 from swjax.kernels.mosaic_gpu.pipeline import HALF, LINE, TILE_M, Fold, Ref, Scratch, SumSteps
 from swjax.kernels.products.mosaic_gpu.product import TiledWork, Tiling, tiling
@@ -70,10 +70,7 @@ class BlockProductWork(TiledWork):
     out: Ref
     scratch: Scratch
     block: jax.Array
-
-    @property
-    def columns(self) -> int:  # type: ignore[override]  # a class attribute of other works
-        return self.spec.tile.columns
+    columns: ClassVar[int] = TILE.columns
 
     def span(self, unit: jax.Array) -> tuple[int, int]:
         del unit
@@ -111,7 +108,7 @@ class BlockProductWork(TiledWork):
                 sums = sums * lax.broadcast_in_dim(of_columns, shape, (1,))
             return total + sums * lax.broadcast_in_dim(of_rows, shape, (0,))
 
-        fold = Fold(scales, add, pipeline.zeros(shape), self.spec.tile.chunk)
+        fold = Fold(scales, add, pipeline.zeros(shape), TILE.chunk)
         return sum_steps(0, self.spec.steps, fold=fold)
 
     def store(self, unit: jax.Array, total: jax.Array, half: jax.Array) -> None:
@@ -134,7 +131,6 @@ def block_matmul(
     addend: jax.Array | None = None,
     *,
     out_dtype: str,
-    tile: BlockTile | None = None,
 ) -> jax.Array:
     """`reference.block_matmul` of e4m3 values with float32 scales for 128 of them.
 
@@ -144,9 +140,8 @@ def block_matmul(
     k = a.values.shape[-1]
     m, n = a.values.size // k, b.values.shape[0]
     squares = b.scales.shape[0] < n
-    tile = tile or TILE
     spec = BlockProductSpec(
-        **tiling(m, n, tile.columns, tile),
+        **tiling(m, n, TILE.columns, TILE),
         steps=k // BLOCK,
         squares=squares,
         bias=bias is not None,
@@ -158,11 +153,11 @@ def block_matmul(
     y = pipeline.launch(
         block_matmul_kernel,
         jax.ShapeDtypeStruct((m, n), out_dtype),
-        rings=[((TILE_M, LINE), a.values.dtype), ((tile.columns, LINE), b.values.dtype)],
-        stages=tile.stages,
+        rings=[((TILE_M, LINE), a.values.dtype), ((TILE.columns, LINE), b.values.dtype)],
+        stages=TILE.stages,
         blocks=spec.blocks,
         cluster=spec.cluster,
-        vectors=(TILE_M, SQUARES if squares else tile.columns),
+        vectors=(TILE_M, SQUARES if squares else TILE.columns),
         piece=PIECE,
     )(_inputs(spec, a, b, bias))
     y = y.reshape(*a.values.shape[:-1], n)
@@ -182,7 +177,7 @@ def _inputs(spec: BlockProductSpec, a: Blocks, b: Blocks, bias: jax.Array | None
         b=b.values,
         a_scale=a.scales.reshape(spec.m, spec.steps).T,
         b_scale=padded(b.scales.T, SQUARES if spec.squares else 1),
-        bias=jnp.zeros(1) if bias is None else padded(bias.astype(jnp.float32), spec.tile.columns),
+        bias=jnp.zeros(1) if bias is None else padded(bias.astype(jnp.float32), TILE.columns),
     )
 
 

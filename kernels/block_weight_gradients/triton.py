@@ -9,11 +9,10 @@ import triton.language as tl
 
 from swjax.kernels.availability import Unavailable
 from swjax.kernels.block_weight_gradients.reference import cut_into_blocks
-from swjax.kernels.formats import INVERSE, LARGEST
 from swjax.kernels.rotations.reference import rotation_matrix
 from swjax.kernels.triton_gpu import launcher
 from swjax.kernels.triton_gpu.arithmetic import nan_maximum, to_quantized
-from swjax.kernels.triton_gpu.chunks import SMALLEST
+from swjax.kernels.triton_gpu.chunks import SMALLEST, range_constants
 
 ROTATION = 128  # tokens per rotation; a block is a multiple of it
 COLUMNS = 64  # columns per quantizing program
@@ -185,9 +184,8 @@ def quantize_blocks(
         LENGTH=LENGTH,
         ROTATION=ROTATION,
         ALL=present is None,
-        LARGEST=LARGEST[dtype],
-        INVERSE=INVERSE[dtype],
         BLOCK_N=COLUMNS,
+        **range_constants(dtype),
     )
 
 

@@ -258,7 +258,6 @@ def ragged_matmul(
     out_dtype: str,
     precision: lax.PrecisionLike = None,
     tile: MosaicTile | None = None,
-    cluster: int | None = None,
 ) -> jax.Array:
     """`reference.ragged_matmul` for operands of 8 and 16 bits. Transposes 8-bit matrices if `axis` is 1."""
     if isinstance(b, QTensor) and axis == 1:
@@ -266,7 +265,7 @@ def ragged_matmul(
     values = a.values if isinstance(a, QTensor) else a
     matrices = b.values if isinstance(b, QTensor) else b
     (m, k), groups, n, dtype = values.shape, len(matrices), matrices.shape[3 - axis], values.dtype
-    cluster = cluster or mosaic_cluster(m, groups)
+    cluster = mosaic_cluster(m, groups)
     fused = addend is not None and fits_buffers(addend, out_dtype)
     tile = tile or mosaic_tile(n, k, dtype.itemsize)
     if fused:  # memory of a slot serves the addend

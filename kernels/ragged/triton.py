@@ -11,7 +11,7 @@ import triton.language as tl
 from swjax.kernels.availability import Unavailable
 from swjax.kernels.block_weight_gradients.triton import COLUMNS, ROTATION, TILE, rotated_tokens
 from swjax.kernels.block_weight_gradients.triton import why_not as why_not_blocks
-from swjax.kernels.formats import INVERSE, LARGEST, QTensor
+from swjax.kernels.formats import QTensor
 from swjax.kernels.products.tiles import TritonTile
 from swjax.kernels.products.triton import load_scale, program_block, sum_of_products
 from swjax.kernels.ragged import tiles
@@ -26,7 +26,7 @@ from swjax.kernels.ragged.schedule import (
 from swjax.kernels.rotations.reference import rotation_matrix
 from swjax.kernels.triton_gpu import launcher
 from swjax.kernels.triton_gpu.arithmetic import nan_maximum, to_quantized
-from swjax.kernels.triton_gpu.chunks import SMALLEST
+from swjax.kernels.triton_gpu.chunks import SMALLEST, range_constants
 
 
 @triton.jit
@@ -391,9 +391,8 @@ def rotate_blocks(
         N=n,
         LENGTH=length,
         ROTATION=ROTATION,
-        LARGEST=LARGEST[dtype],
-        INVERSE=INVERSE[dtype],
         BLOCK_N=COLUMNS,
+        **range_constants(dtype),
     )
 
 

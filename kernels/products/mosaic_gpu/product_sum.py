@@ -16,7 +16,7 @@ from swjax.kernels.mosaic_gpu import pipeline
 from swjax.kernels.mosaic_gpu.pipeline import HALF, LINE, TILE_M, Ref, Scratch, SumSteps
 from swjax.kernels.products.mosaic_gpu.product import TiledWork, Tiling, tiling
 from swjax.kernels.products.mosaic_gpu.product import why_not as why_not_product
-from swjax.kernels.products.tiles import PRODUCT_SUM_TILE, MosaicTile
+from swjax.kernels.products.tiles import PRODUCT_SUM_TILE
 
 # A thread holds two sums of each element, that of a product and that of all products: 80 and 80 registers.
 # With 192 columns registers spill, and with 128 the kernel is 8% slower: benchmarks/notes/speed.md.
@@ -103,7 +103,6 @@ def matmul_sum(
     *,
     out_dtype: str,
     contract: tuple[int, int] = (-1, -1),
-    tile: MosaicTile = PRODUCT_SUM_TILE,
 ) -> jax.Array:
     """`reference.matmul_sum`, for rows a multiple of 8, k of 128, and n of 64 and above 64 (32 in float32).
 
@@ -114,7 +113,7 @@ def matmul_sum(
     )
     shape, k = a[0].values.shape[:-1], a[0].values.shape[-1]
     m, n = math.prod(shape), b[0].values.shape[0]
-    of_tiles = tiling(m, n, COLUMNS, tile)
+    of_tiles = tiling(m, n, COLUMNS, PRODUCT_SUM_TILE)
     spec = MatmulSumSpec(**of_tiles, steps=pl.cdiv(k, LINE))
 
     def matmul_sum_kernel(inputs, out, scratch):
@@ -132,7 +131,7 @@ def matmul_sum(
         matmul_sum_kernel,
         jax.ShapeDtypeStruct((m, n), out_dtype),
         rings=[((TILE_M, LINE), a[0].values.dtype), ((COLUMNS, LINE), b[0].values.dtype)],
-        stages=tile.stages,
+        stages=spec.tile.stages,
         blocks=spec.blocks,
         cluster=spec.cluster,
         piece=PIECE,
