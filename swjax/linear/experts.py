@@ -16,7 +16,7 @@ from swjax import auto, recipes
 from swjax.kernels import dispatch, reference, targets
 from swjax.kernels.ragged.schedule import bounds
 from swjax.kernels.reference import QTensor
-from swjax.linear.checks import OPERAND_DTYPES
+from swjax.linear.checks import OPERAND_DTYPES, weight_array
 from swjax.linear.layer import (
     Layer,
     Operand,
@@ -277,22 +277,14 @@ def check(
     """
     check_shapes(name, x, w, group_sizes)
     check_group_sizes(x, group_sizes)
-    e, *shape = shape_of(w)
+    e, *shape = weight_array(w).shape
     few_rows = ""
     if not isinstance(w, QTensor):
         few_rows = auto.few_rows(x.shape[0], e, w.dtype.itemsize)
     found = recipes.get(recipe, tuple(shape), few_rows=few_rows)
     auto.warn_if_slow(found.dtypes, few_rows=few_rows)
-    check_recipe(name, found, shape_of(w))
+    check_recipe(name, found, (e, *shape))
     return found
-
-
-def shape_of(w: jax.Array | QTensor) -> tuple[int, ...]:
-    """The shape [e, k, n] of a weight."""
-    if not isinstance(w, QTensor):
-        return w.shape
-    *stack, n, k = w.values.shape
-    return *stack, k, n
 
 
 def check_shapes(
@@ -305,7 +297,7 @@ def check_shapes(
             raise ValueError(
                 f"{operand} must be an array, got a {got}: pass jnp.asarray({operand})"
             )
-    shape = shape_of(w)
+    shape = weight_array(w).shape
     fit = x.ndim == 2 and len(shape) == 3 and x.shape[1] == shape[1]
     if not fit or group_sizes.shape != shape[:1]:
         raise ValueError(

@@ -29,6 +29,16 @@ def path_name(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
+def nodes_of(tree: Any, *kinds: type) -> list[Any]:
+    """The nodes of some types in a tree, such as the state of an optimizer; not those inside of others.
+
+    >>> nodes_of([{"a": 1}, 2], dict)
+    [{'a': 1}]
+    """
+    nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kinds))
+    return [node for node in nodes if isinstance(node, kinds)]
+
+
 def as_arrays(tree: Any) -> Any:
     """The tree with Python and NumPy scalars converted to arrays; shapes without values are unchanged."""
     return jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), tree)
