@@ -322,7 +322,7 @@ def _inputs(
         a_scale=padded(a_scale, rows if spec.m % HALF else spec.m),
         b_scale=b.scale.reshape(-1) if spec.per_tensor else padded(b.scale, columns),
         bias=jnp.zeros(1) if bias is None else padded(bias, columns),
-        addend=jnp.zeros(1) if addend is None else addend.reshape(spec.m, spec.n),
+        addend=jnp.zeros(1) if addend is None else addend.reshape(spec.m, -1),
     )
 
 
