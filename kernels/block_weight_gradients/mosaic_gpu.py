@@ -141,7 +141,7 @@ def block_weight_gradient_group(
     del dtypes  # int8
     count, length = cut_into_blocks(x.shape[0], block, rotation)
     (x, x_scale), *of_gs = (
-        rotations.quantize_blocks(operand, present, count=count, length=length)
+        rotations.quantize_rotated_blocks(operand, present, count=count, length=length)
         for operand in (x, *gs)
     )
     x_scale /= rotation  # exact: both operands are sqrt(rotation) too large

@@ -267,7 +267,7 @@ class Rotation:
         lax.fori_loop(0, turns.total, turn, None)
 
 
-def quantize_blocks(
+def quantize_rotated_blocks(
     x: jax.Array,
     present: jax.Array | None = None,
     *,

@@ -134,7 +134,8 @@ def block_weight_gradient(
     """`reference.block_weight_gradient` for 16-bit operands in int8, with rotations of 128 tokens."""
     cut = dict(zip(("BLOCKS", "LENGTH"), cut_into_blocks(x.shape[0], block, rotation)))
     (a, a_scale), (b, b_scale) = (
-        quantize_blocks(operand, present, dtype, **cut) for operand, dtype in zip((x, g), dtypes)
+        quantize_rotated_blocks(operand, present, dtype, **cut)
+        for operand, dtype in zip((x, g), dtypes)
     )
     m, n = x.shape[1], g.shape[1]
     return launcher.call(
@@ -157,7 +158,7 @@ def block_weight_gradient(
     )
 
 
-def quantize_blocks(
+def quantize_rotated_blocks(
     x: jax.Array, present: jax.Array | None, dtype: str, *, BLOCKS: int, LENGTH: int
 ) -> tuple[jax.Array, jax.Array]:
     """Rotates the present tokens of x [tokens, n], pads them with zeros to BLOCKS * LENGTH, and quantizes.

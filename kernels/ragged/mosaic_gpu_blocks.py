@@ -19,7 +19,7 @@ from swjax.kernels.block_weight_gradients.mosaic_gpu import COLUMNS, PIECE, STAG
 from swjax.kernels.block_weight_gradients.mosaic_gpu import why_not as why_not_blocks
 from swjax.kernels.mosaic_gpu import pipeline
 from swjax.kernels.mosaic_gpu.pipeline import HALF, LINE, TILE_M, Ref, SumSteps
-from swjax.kernels.ragged.mosaic_gpu_rotations import rotate_blocks
+from swjax.kernels.ragged.mosaic_gpu_rotations import quantize_rotated_blocks
 from swjax.kernels.ragged.mosaic_gpu_weight_gradients import GroupWork
 from swjax.kernels.ragged.schedule import (
     GroupBlocks,
@@ -126,7 +126,7 @@ def ragged_block_weight_gradient(
     m, groups = x.shape[0], len(group_sizes)
     blocks = blocks_of_groups(group_sizes, m, block, rotation)
     length = padded_length(m, groups, rotation)
-    (a, a_scale), *of_gs = (rotate_blocks(each, blocks, length) for each in (x, *gs))
+    (a, a_scale), *of_gs = (quantize_rotated_blocks(each, blocks, length) for each in (x, *gs))
     a_scale /= rotation  # exact: both operands are sqrt(rotation) too large
     tables = _tables(blocks, block)
 

@@ -61,7 +61,7 @@ class RaggedRotation(rotations.Rotation):
         return remove
 
 
-def rotate_blocks(
+def quantize_rotated_blocks(
     x: jax.Array,
     blocks: GroupBlocks,
     length: int,

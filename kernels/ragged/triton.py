@@ -337,12 +337,12 @@ def ragged_block_weight_gradient(
     of_groups = blocks_of_groups(group_sizes, m, block, rotation)
     blocks = jnp.stack([of_groups.first, of_groups.start, of_groups.end, of_groups.to])
     order = largest_first(of_groups.first_block, of_groups.counts)
-    rotate = partial(rotate_blocks, blocks=blocks, length=length)
-    a, a_scale = rotate(x, dtype=dtypes[0])
+    quantize = partial(quantize_rotated_blocks, blocks=blocks, length=length)
+    a, a_scale = quantize(x, dtype=dtypes[0])
 
     def product(g):
         n = g.shape[1]
-        b, b_scale = rotate(g, dtype=dtypes[1])
+        b, b_scale = quantize(g, dtype=dtypes[1])
         return launcher.call(
             order,
             blocks,
@@ -370,7 +370,7 @@ def ragged_block_weight_gradient(
     return tuple(map(product, gs))
 
 
-def rotate_blocks(
+def quantize_rotated_blocks(
     x: jax.Array, *, dtype: str, blocks: jax.Array, length: int
 ) -> tuple[jax.Array, jax.Array]:
     """Rotates and quantizes the blocks of x [m, n]: values [n, length], and scales [blocks, n]."""

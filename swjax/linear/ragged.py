@@ -139,7 +139,7 @@ def gated_ragged_mlp(
     settings = _settings(check(hidden, w_down, group_sizes, recipe), precision, implementation)
     ws = w_gate, w_up, w_down
     sharding = Sharding(None, ((),), w=Spec(((),) * 3))
-    layers = ragged_rules.MLPLayers(
+    layers = ragged_rules.GatedLayers(
         *(_layer(x, w, sharding, out_dtype=None, **settings) for w in ws)
     )
     return ragged_rules.gated_mlp(*vary_alike(x, ws, group_sizes), layers, activation)

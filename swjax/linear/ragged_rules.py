@@ -114,7 +114,7 @@ def _exact_gradients(exact, x, ws, group_sizes, g):
 # --- gate, up, activation, down -----------------------------------------------------------------------
 
 
-class MLPLayers(NamedTuple):
+class GatedLayers(NamedTuple):
     """The layers of `gated_mlp`. They have one recipe."""
 
     gate: Layer
@@ -124,14 +124,14 @@ class MLPLayers(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def gated_mlp(
-    x: jax.Array, ws: Any, group_sizes: jax.Array, layers: MLPLayers, activation: str
+    x: jax.Array, ws: Any, group_sizes: jax.Array, layers: GatedLayers, activation: str
 ) -> jax.Array:
     """See `swjax.gated_ragged_mlp`; `ws` are the weights of gate, up and down."""
     return _mlp_forward(x, ws, group_sizes, layers, activation)[0]
 
 
 @without_interception
-def _mlp_forward(x, ws, group_sizes, layers: MLPLayers, activation: str):
+def _mlp_forward(x, ws, group_sizes, layers: GatedLayers, activation: str):
     rows, weights, sizes = lax.stop_gradient((x, ws, group_sizes))
     fwd = layers.down.recipe.fwd
     quantized = quantized_input(rows, None, layers.gate)
@@ -159,7 +159,7 @@ def _mlp_forward(x, ws, group_sizes, layers: MLPLayers, activation: str):
 
 
 @without_interception
-def _mlp_backward(layers: MLPLayers, activation: str, residuals, g):
+def _mlp_backward(layers: GatedLayers, activation: str, residuals, g):
     inputs = residuals[:3]
     (x, _, sizes, hidden, saved), constant = lax.stop_gradient((residuals, g))
     x, (w_gate, w_up, w_down) = _restored(x, saved, layers)
@@ -189,7 +189,7 @@ def _mlp_backward(layers: MLPLayers, activation: str, residuals, g):
 gated_mlp.defvjp(_mlp_forward, _mlp_backward)
 
 
-def _exact_mlp(layers: MLPLayers, activation: str, x, ws, group_sizes):
+def _exact_mlp(layers: GatedLayers, activation: str, x, ws, group_sizes):
     gate, up = (
         experts.exact_output(x, w, group_sizes, layer) for w, layer in zip(ws[:2], layers[:2])
     )
