@@ -26,12 +26,10 @@ from swjax.kernels.ragged.mosaic_gpu_blocks import (
     ragged_block_weight_gradient,
     why_not_block_weight_gradient,
 )
-from swjax.kernels.ragged.mosaic_gpu_weight_gradients import (
-    ragged_weight_gradient,
-    why_not_weight_gradient,
-)
+from swjax.kernels.ragged.mosaic_gpu_weight_gradients import ragged_weight_gradient
 from swjax.kernels.ragged.schedule import ALIGNMENT, aligned_tiles, bounds
 from swjax.kernels.ragged.tiles import mosaic_cluster, mosaic_tile
+from swjax.kernels.weight_gradients.mosaic_gpu import why_not as why_not_weight_gradient
 
 __all__ = ["WHY_NOT", "ragged_block_weight_gradient", "ragged_matmul", "ragged_weight_gradient"]
 

@@ -15,12 +15,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from swjax.kernels import tiles
-from swjax.kernels.availability import Unavailable
 from swjax.kernels.mosaic_gpu import pipeline
 from swjax.kernels.mosaic_gpu.pipeline import HALF, LINE, TILE_M, TILE_N, Ref, Scratch, SumSteps
 from swjax.kernels.ragged.schedule import ALIGNMENT, bounds, largest_first
 from swjax.kernels.weight_gradients.mosaic_gpu import STAGES
-from swjax.kernels.weight_gradients.mosaic_gpu import why_not as why_not_16_bits
 
 
 @dataclass(frozen=True)
@@ -173,8 +171,3 @@ def ragged_weight_gradient(
         blocks=blocks,
         cluster=1,
     )(GradientRefs(group, start, size, x, g))
-
-
-def why_not_weight_gradient(x: jax.Array, g: jax.Array, *_: Any, **__: Any) -> Unavailable | None:
-    """Why `ragged_weight_gradient` cannot multiply these; None: it can."""
-    return why_not_16_bits(x, g)

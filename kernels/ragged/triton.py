@@ -398,22 +398,11 @@ def quantize_rotated_blocks(
 
 def why_not_products(a: jax.Array | QTensor, *_: Any, **__: Any) -> Unavailable | None:
     """Returns why `ragged_matmul` cannot multiply these, or None if it can."""
-    return None if isinstance(a, QTensor) else _why_not_16_bits(a)
+    return None if isinstance(a, QTensor) else why_not_weight_gradient(a)
 
 
 def why_not_weight_gradient(x: jax.Array, *_: Any, **__: Any) -> Unavailable | None:
     """Returns why `ragged_weight_gradient` cannot multiply these, or None if it can."""
-    return _why_not_16_bits(x)
-
-
-def why_not_block_weight_gradient(
-    x: jax.Array, *_: Any, dtypes: tuple[str, str], rotation: int, **__: Any
-) -> Unavailable | None:
-    """Returns why `ragged_block_weight_gradient` cannot multiply these, or None if it can."""
-    return why_not_blocks(x, x, dtypes=dtypes, rotation=rotation)
-
-
-def _why_not_16_bits(x: jax.Array) -> Unavailable | None:
     if x.dtype in (jnp.bfloat16, jnp.float16):
         return None
     return Unavailable(f"is for 16-bit operands, got {x.dtype}: use 'xla'")
@@ -422,5 +411,5 @@ def _why_not_16_bits(x: jax.Array) -> Unavailable | None:
 WHY_NOT = {
     "ragged_matmul": why_not_products,
     "ragged_weight_gradient": why_not_weight_gradient,
-    "ragged_block_weight_gradient": why_not_block_weight_gradient,
+    "ragged_block_weight_gradient": why_not_blocks,
 }

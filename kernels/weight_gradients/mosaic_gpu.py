@@ -235,7 +235,7 @@ def why_not_alike(x: jax.Array, gs: tuple[jax.Array, ...]) -> Unavailable | None
     return None
 
 
-def why_not(x: jax.Array, g: jax.Array, **_: Any) -> Unavailable | None:
+def why_not(x: jax.Array, g: jax.Array, *_: Any, **__: Any) -> Unavailable | None:
     """Why `weight_gradient` cannot multiply these; None: it can."""
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return Unavailable(f"is for 16-bit operands, got {x.dtype}: use 'xla'")
