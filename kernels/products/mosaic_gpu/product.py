@@ -342,6 +342,5 @@ def why_not(
     k, n = a.values.shape[contract[0]], b.values.size // b.values.shape[contract[1]]
     piece = pipeline.piece_of(out_dtype or "bfloat16")
     lengths = {"rows": (a.values.size // k, 8), "k": (k, 128), "n": (n, piece)}
-    if reason := pipeline.why_not_multiples(lengths, remedy=remedy):
-        return reason
-    return pipeline.why_not_columns(n, piece, remedy)
+    multiples = pipeline.why_not_multiples(lengths, remedy)
+    return multiples or pipeline.why_not_columns(n, piece, remedy)
