@@ -86,12 +86,8 @@ class Turns(NamedTuple):
         """Step number of turn i, counted from the beginning of the unit."""
         return self.first + 2 * i
 
-    def number(self, i: jax.Array) -> jax.Array:
-        """Step number of turn i, counted over all units."""
-        return self.used + self.step(i)
-
     def slot(self, i: jax.Array) -> jax.Array:
-        return lax.rem(self.number(i), STAGES)
+        return lax.rem(self.used + self.step(i), STAGES)
 
 
 @dataclass(frozen=True)

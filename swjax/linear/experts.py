@@ -27,7 +27,7 @@ from swjax.linear.layer import (
     to_bytes,
 )
 from swjax.linear.layouts import Spec, quantized_specs, specs_of
-from swjax.recipes import LONGEST_INT8_SUM, Product, Quantizer, Recipe
+from swjax.recipes import LONGEST_INT8_SUM, Quantizer, Recipe
 
 PRODUCTS = ("ragged_matmul", "ragged_weight_gradient", "ragged_block_weight_gradient")
 
@@ -35,9 +35,10 @@ PRODUCTS = ("ragged_matmul", "ragged_weight_gradient", "ragged_block_weight_grad
 # --- the forms that products read ---------------------------------------------------------------------
 
 
-def quantize_rows(product: Product | None, x: jax.Array, spec: Spec, layer: Layer) -> Any:
-    """x [m, k] as the left operand of a product: a QTensor with a scale for each row, or x itself."""
-    return x if product is None else quantize_sharded(product.lhs, x, spec, -1, layer)
+def quantized_gradient(g: jax.Array, layer: Layer) -> jax.Array | QTensor:
+    """g [m, n] as the input gradient reads it: with a scale for each row, or itself."""
+    dgrad = layer.recipe.dgrad
+    return g if dgrad is None else quantize_sharded(dgrad.lhs, g, layer.sharding.y, -1, layer)
 
 
 def forward_weight(w: jax.Array | QTensor, layer: Layer) -> Operand:

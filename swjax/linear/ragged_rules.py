@@ -58,7 +58,7 @@ def _ragged_backward(layer: Layer, residuals, g):
     ((x, prologue), _, sizes, saved, output), constant = lax.stop_gradient((residuals, g))
     rows: Any  # None after a prologue if no weight gradient reads them
     rows, (w,) = _restored(x, saved, (layer,))
-    lhs = _quantized_gradient(constant, layer)
+    lhs = experts.quantized_gradient(constant, layer)
     dx = experts.input_gradient(lhs, w, sizes, layer)
     dbefore = RaggedInput(dx, None)
     if prologue is not None:
@@ -80,10 +80,6 @@ def _left(rows: Operand) -> jax.Array | QTensor:
     lhs = rows.array if rows.quantized is None else rows.quantized
     assert lhs is not None, "see `quantized_input`"
     return lhs
-
-
-def _quantized_gradient(g: jax.Array, layer: Layer) -> jax.Array | QTensor:
-    return experts.quantize_rows(layer.recipe.dgrad, g, layer.sharding.y, layer)
 
 
 def _restored(
@@ -164,7 +160,7 @@ def _mlp_backward(layers: GatedLayers, activation: str, residuals, g):
     (x, _, sizes, hidden, saved), constant = lax.stop_gradient((residuals, g))
     x, (w_gate, w_up, w_down) = _restored(x, saved, layers)
     dgrad = layers.down.recipe.dgrad
-    lhs = _quantized_gradient(constant, layers.down)
+    lhs = experts.quantized_gradient(constant, layers.down)
     dh = experts.input_gradient(lhs, w_down, sizes, layers.down)
     recompute = layers.down.w_dtype is not None
     dgate, dup, q_gate, q_up, h = dispatch.run(
