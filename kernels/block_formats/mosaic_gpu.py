@@ -181,14 +181,7 @@ def _inputs(spec: BlockProductSpec, a: Blocks, b: Blocks, bias: jax.Array | None
     )
 
 
-def why_not(
-    a: Blocks,
-    b: Blocks,
-    bias: jax.Array | None = None,
-    addend: jax.Array | None = None,
-    *,
-    out_dtype: str,
-) -> Unavailable | None:
+def why_not(a: Blocks, b: Blocks, *_: jax.Array | None, out_dtype: str) -> Unavailable | None:
     """Why `block_matmul` cannot multiply these; None: it can."""
     for q in (a, b):
         block = q.values.shape[-1] // q.scales.shape[-1]

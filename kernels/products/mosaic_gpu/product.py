@@ -329,9 +329,7 @@ def _inputs(
 def why_not(
     a: QTensor,
     b: QTensor,
-    bias: jax.Array | None = None,
-    addend: jax.Array | None = None,
-    *,
+    *_: jax.Array | None,
     out_dtype: str | None = None,
     contract: tuple[int, int] = (-1, -1),
     remedy: str = "triton",
