@@ -53,7 +53,7 @@ SMOKE = {"tiny": blocks(2, 64, 256)}
 
 
 def each_step_on_x(tree, coefficients, dtype=jnp.float32, *, steps=5, implementation=None):
-    """`orthogonalize_all` with the iteration of Jordan et al., in place of `newton_schulz`."""
+    """`orthogonalize` with the iteration of Jordan et al., in place of `newton_schulz`."""
     del implementation
 
     def run(x):
@@ -92,7 +92,7 @@ class Case(NamedTuple):
     Attributes:
       make: the optimizer of parameters.
       implementation: of symmetric products; None chooses.
-      iteration: replaces `orthogonalize_all`.
+      iteration: replaces `orthogonalize`.
       degrees: of the steps' polynomials; () for optimizers without.
       on_x: whether each step has a Gram matrix and computes whole products.
     """
@@ -180,7 +180,7 @@ def bench(shapes, case: Case, smoke: bool) -> dict:
     normal = jax.jit(lambda keys: [jax.random.normal(k, s) for k, s in zip(keys, shapes)])
     params, grads = normal(keys), normal(keys[::-1])
     optimizer = case.make(params)
-    of_matrices = partial(orthogonal.orthogonalize_all, implementation=case.implementation)
+    of_matrices = partial(orthogonal.orthogonalize, implementation=case.implementation)
 
     def update(params, state, grads):
         updates, state = optimizer.update(grads, state, params)
@@ -189,7 +189,7 @@ def bench(shapes, case: Case, smoke: bool) -> dict:
     with (
         mock.patch.object(
             orthogonal,
-            "orthogonalize_all",
+            "orthogonalize",
             case.iteration or (lambda *args, **kw: of_matrices(*args, steps=kw["steps"])),
         ),
         jax.numpy_dtype_promotion("standard"),

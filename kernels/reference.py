@@ -17,14 +17,12 @@ from swjax.kernels.block_weight_gradients.reference import (
 )
 from swjax.kernels.cross_entropy.reference import cross_entropy
 from swjax.kernels.formats import (
-    INVERSE,
     LARGEST,
     SMALLEST_ABSMAX,
     QTensor,
     absolute_maximum,
     divide,
     round_to_fp8,
-    scale_of,
 )
 from swjax.kernels.fused_products.reference import fused_product, fused_product_backward
 from swjax.kernels.gated.reference import gated, gated_backward
@@ -54,7 +52,6 @@ from swjax.kernels.symmetric.reference import symmetric_product
 from swjax.kernels.weight_gradients.reference import weight_gradient, weight_gradient_group
 
 __all__ = [
-    "INVERSE",
     "LARGEST",
     "SMALLEST_ABSMAX",
     "QTensor",
@@ -92,7 +89,6 @@ __all__ = [
     "rms_norm_backward",
     "rotate_features",
     "round_to_fp8",
-    "scale_of",
     "static_absmax",
     "symmetric_product",
     "weight_gradient",

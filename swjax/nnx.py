@@ -7,7 +7,6 @@ from typing import Any, overload
 
 import jax
 from flax import linen, nnx
-from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from swjax import kept, nnx_blocks
@@ -30,7 +29,7 @@ from swjax.linear.conversion import (
     warn_of_own_product,
 )
 from swjax.linear.interception import is_active
-from swjax.linear.layouts import TOKENS, Layout, layout_of_kernel
+from swjax.linear.layouts import TOKENS, Layout, known_spec, layout_of_kernel
 from swjax.linear.program import products_of
 from swjax.linear.program_report import ProgramReport
 from swjax.linear.prologues import Gated, Gelu, Prologue
@@ -726,14 +725,11 @@ def _spec(kernel: nnx.Variable) -> P | None:
     """The PartitionSpec of a kernel that is or will be on a mesh, else None."""
     if kernel.get_metadata("out_sharding", None):
         return nnx.get_partition_spec(kernel).get_value()
-    sharding = getattr(kernel.get_value(), "sharding", None)  # tracers have none
-    if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
-        return None
-    if AxisType.Explicit in sharding.mesh.axis_types:  # types show it
+    if (spec := known_spec(kernel.get_value())) is None:
         return None
     # With other names it is unknown which axes shard tokens.
-    known = {axis for axes in TOKENS for axis in axes} & {*sharding.mesh.axis_names}
-    return sharding.spec if known else None
+    names = kernel.get_value().sharding.mesh.axis_names
+    return None if {axis for axes in TOKENS for axis in axes}.isdisjoint(names) else spec
 
 
 def _matrix_axes(layer: nnx.Module) -> tuple[Sequence[int], Sequence[int]] | None:

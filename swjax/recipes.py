@@ -15,6 +15,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import TypeVar
 
 from swjax import auto
@@ -412,22 +413,6 @@ class Recipe:
             )
 
 
-def _int8(scope: str) -> Quantizer:
-    return Quantizer("int8", scope)
-
-
-def _e4m3(scope: str) -> Quantizer:
-    return Quantizer("float8_e4m3fn", scope)
-
-
-def _e5m2(scope: str) -> Quantizer:
-    return Quantizer("float8_e5m2", scope)
-
-
-def _segments(dtype: str, block: int, scale: str) -> Quantizer:
-    return Quantizer(dtype, "segment", block, scale=scale)
-
-
 def _rotated(lhs: str, rhs: str) -> Product:
     return Product(Quantizer(lhs, "block", 1024, 128), Quantizer(rhs, "block", 1024, 128))
 
@@ -439,11 +424,14 @@ def _rotating(product: Product, rotation: int) -> Product:
     return replace(product, lhs=lhs, rhs=rhs)
 
 
-_BLOCK128 = _segments("float8_e4m3fn", 128, "float32")
-_MXFP8 = _segments("float8_e4m3fn", 32, "float8_e8m0fnu")
+_int8 = partial(Quantizer, "int8")
+_e4m3 = partial(Quantizer, "float8_e4m3fn")
+_e5m2 = partial(Quantizer, "float8_e5m2")
+_BLOCK128 = _e4m3("segment", 128)
+_MXFP8 = _e4m3("segment", 32, scale="float8_e8m0fnu")
 _FP4 = Quantizer("float4_e2m1fn", "segment")
 _FP4_WEIGHT = replace(_FP4, scope="column")
-_NVFP4 = _segments("float4_e2m1fn", 16, "float8_e4m3fn")
+_NVFP4 = replace(_FP4, block=16, scale="float8_e4m3fn")
 _ROW_TENSOR = Product(_int8("row"), _int8("tensor"))
 _ROW_CHANNEL = Product(_int8("row"), _int8("channel"))
 
@@ -507,7 +495,7 @@ RECIPES: dict[str, Recipe] = {
     # of the derivative of rounding w. The backward products are fp8.
     "fp4_dge": Recipe(
         fwd=Product(_FP4, _FP4_WEIGHT, outlier_quantile=0.99),
-        dgrad=Product(Quantizer("float8_e5m2", "segment"), _FP4_WEIGHT),
+        dgrad=Product(_e5m2("segment"), _FP4_WEIGHT),
         wgrad=Product(_e4m3("tensor"), _e5m2("tensor")),
         estimator=5.0,
     ),

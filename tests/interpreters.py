@@ -41,19 +41,27 @@ def run(name, operation, *arrays, **options):
 
 def _mosaic(operation, *arrays, **options):
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+    from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from swjax.kernels import dispatch
+    from swjax.kernels import dispatch, tiles
+    from swjax.kernels.attention.mosaic_gpu.backward_heads import SWIZZLE_TOKENS, Heads
     from swjax.kernels.mosaic_gpu.slices import Slices
 
     if "weight_gradient" in operation and not operation.startswith("ragged"):
         # The interpreter has no semaphores across blocks.
         options.setdefault("slices", Slices(0, 0.0, 1))
-    races = options.pop("detect_races", False)
+    races, count = options.pop("detect_races", False), options.pop("multiprocessors", 4)
     parameters = plgpu.InterpretGPUParams(detect_races=races)  # raises an error at a race
-    options = {"interpret": parameters, "multiprocessors": 4} | options
+
+    def lines(self, ref, slot, group, groups):  # the interpreter's memory has no swizzles
+        return ref.at[slot, pl.ds(group * SWIZZLE_TOKENS, groups * SWIZZLE_TOKENS)]
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu_callbacks, "wgmma", partial(_multiply, gpu_callbacks.wgmma))
+        patch.setattr(plgpu, "kernel", partial(plgpu.kernel, interpret=parameters))
+        patch.setattr(tiles, "multiprocessors", lambda: count)
+        patch.setattr(Heads, "_lines", lines)
         return jax.block_until_ready(dispatch.kernel("mosaic_gpu", operation)(*arrays, **options))
 
 

@@ -295,7 +295,7 @@ def test_int8_weight_gradients_compile(compiled, capability, shape, tmp_path):
     assert instructions(product, r"wgmma.*s32\.s8" if capability == 90 else r"mma\.sync.*s32\.s8")
     cut = {"BLOCKS": -(-tokens // 1024), "LENGTH": 1024}
     module = dispatch.module_of("triton", "block_weight_gradient")
-    quantize = partial(module.quantize_blocks, dtype="int8", **cut)
+    quantize = partial(module.quantize_rotated_blocks, dtype="int8", **cut)
     present = array((tokens,), "bfloat16")
     quantizers = [compiled(capability, quantize, x, given) for given in (None, present)]
     if capability == 90:

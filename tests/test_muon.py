@@ -26,7 +26,6 @@ from swjax.optax.newton_schulz import (
     STEPS,
     coefficients_of,
     orthogonalize,
-    orthogonalize_all,
 )
 from swjax.optax.orthogonal import scale_neurons
 
@@ -124,7 +123,7 @@ def test_equal_matrices_run_as_one_stack():
     """Single matrices of one shape share their products, and have the bits of each alone."""
     x = jax.random.normal(jax.random.key(0), (3, 16, 40))
     tree = {"a": x[0], "b": {"c": x[1], "d": x[2]}, "other": x[0, :8]}
-    run = partial(orthogonalize_all, coefficients=coefficients_of("quintic", 5))
+    run = partial(orthogonalize, coefficients=coefficients_of("quintic", 5))
     got = jax.jit(run)(tree)
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-6), got, jax.tree.map(run, tree))
     products = str(jax.make_jaxpr(run)(tree)).count("dot_general")

@@ -371,6 +371,11 @@ def under_vmap(w, x):
     return jax.vmap(lambda x, w: x @ w, in_axes=(0, None))(x, w)
 
 
+def under_trace(w, x):
+    """A function that was traced before; jax 0.12 calls its jaxpr by an operation."""
+    return jax.jit(lambda x, w: x @ w).trace(x, w)(x, w)
+
+
 def under_shard_map(w, x):
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
     body = lambda x, w: x @ w
@@ -382,7 +387,7 @@ def under_explicit_mesh(w, x):
     return jnp.einsum("btd,dn->btn", x, w, out_sharding=P("data"))
 
 
-TRANSFORMATIONS = [under_cond, under_while, under_vmap, under_shard_map]
+TRANSFORMATIONS = [under_cond, under_while, under_vmap, under_trace, under_shard_map]
 
 
 @pytest.mark.parametrize("fn", TRANSFORMATIONS)

@@ -38,7 +38,7 @@ import swjax.nnx
 from swjax import Layout
 from swjax.linear import gradient_sums
 from swjax.optax import path_name
-from swjax.optax.newton_schulz import orthogonalize, orthogonalize_all
+from swjax.optax.newton_schulz import orthogonalize
 from swjax.recipes import RECIPES
 from swjax.testing import assert_quantized_gathers, collectives
 
@@ -300,7 +300,7 @@ def test_devices_share_single_matrices(kind, spec):
     }
     keys = jax.random.split(jax.random.key(0), len(shapes))
     tree = {n: jax.random.normal(k, s) for k, (n, s) in zip(keys, shapes.items(), strict=True)}
-    run = jax.jit(partial(orthogonalize_all, coefficients=COEFFICIENTS))
+    run = jax.jit(partial(orthogonalize, coefficients=COEFFICIENTS))
     mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(kind,) * 3)
     with jax.set_mesh(mesh):
         placed = {
@@ -323,7 +323,7 @@ def test_devices_share_single_matrices(kind, spec):
 def test_few_single_matrices_on_explicit_axes(number):
     """7 of 8 devices compute one each; with 3 every device computes all, instead of a stack of 8."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(EXPLICIT,))
-    run = jax.jit(partial(orthogonalize_all, coefficients=COEFFICIENTS))
+    run = jax.jit(partial(orthogonalize, coefficients=COEFFICIENTS))
     tree = list(jax.random.normal(jax.random.key(0), (number, 32, 64)))
     with jax.set_mesh(mesh):
         placed = jax.device_put(tree, NamedSharding(mesh, P()))

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +10,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from swjax.kernels import tiles
 from swjax.kernels.availability import Unavailable
 from swjax.kernels.block_formats.reference import Blocks
-from swjax.kernels.block_formats.tiles import TILE, BlockTile
+from swjax.kernels.block_formats.tiles import TILE
 from swjax.kernels.mosaic_gpu import pipeline
 from swjax.kernels.mosaic_gpu.pipeline import HALF, LINE, TILE_M, Fold, Ref, Scratch, SumSteps
-from swjax.kernels.products.mosaic_gpu.product import TiledWork
+from swjax.kernels.products.mosaic_gpu.product import TiledWork, Tiling, tiling
 
 BLOCK = LINE  # values that share a scale: those of one step
 FORMAT = "float8_e4m3fn", BLOCK, "float32"
@@ -44,24 +43,16 @@ class BlockProductRefs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class BlockProductSpec:
+class BlockProductSpec(Tiling):
     """The sizes of a product.
 
     Attributes:
-      m: number of rows.
       steps: number of blocks along the contracted axis.
-      grid, blocks, cluster: see `swjax.kernels.products.mosaic_gpu.product.MatmulSpec`.
-      tile: how the kernel cuts its work.
       squares: whether BLOCK columns share the scales of b. If so, a tile has BLOCK columns.
       bias: whether a bias is added.
     """
 
-    m: int
     steps: int
-    grid: tuple[int, int]
-    blocks: int
-    cluster: int
-    tile: BlockTile
     squares: bool
     bias: bool
 
@@ -79,10 +70,7 @@ class BlockProductWork(TiledWork):
     out: Ref
     scratch: Scratch
     block: jax.Array
-
-    @property
-    def columns(self) -> int:  # type: ignore[override]  # a class attribute of other works
-        return self.spec.tile.columns
+    columns: ClassVar[int] = TILE.columns
 
     def span(self, unit: jax.Array) -> tuple[int, int]:
         del unit
@@ -120,7 +108,7 @@ class BlockProductWork(TiledWork):
                 sums = sums * lax.broadcast_in_dim(of_columns, shape, (1,))
             return total + sums * lax.broadcast_in_dim(of_rows, shape, (0,))
 
-        fold = Fold(scales, add, pipeline.zeros(shape), self.spec.tile.chunk)
+        fold = Fold(scales, add, pipeline.zeros(shape), TILE.chunk)
         return sum_steps(0, self.spec.steps, fold=fold)
 
     def store(self, unit: jax.Array, total: jax.Array, half: jax.Array) -> None:
@@ -133,8 +121,7 @@ class BlockProductWork(TiledWork):
             bias = pipeline.load_registers(self.inputs.bias, pl.ds(column + at, PIECE))
             return y + lax.broadcast_in_dim(bias, y.shape, (1,))
 
-        to = self.out.at[self.area(unit, half)]
-        pipeline.store_tile(piece, self.scratch.out.at[half], to, PIECE)
+        pipeline.store_tile(piece, self.scratch.out.at[half], self.out.at[self.area(unit, half)])
 
 
 def block_matmul(
@@ -144,9 +131,6 @@ def block_matmul(
     addend: jax.Array | None = None,
     *,
     out_dtype: str,
-    tile: BlockTile | None = None,
-    multiprocessors: int | None = None,
-    interpret: Any = None,
 ) -> jax.Array:
     """`reference.block_matmul` of e4m3 values with float32 scales for 128 of them.
 
@@ -156,15 +140,9 @@ def block_matmul(
     k = a.values.shape[-1]
     m, n = a.values.size // k, b.values.shape[0]
     squares = b.scales.shape[0] < n
-    tile = tile or TILE
-    cluster = 2 if m > TILE_M else 1
     spec = BlockProductSpec(
-        m=m,
+        **tiling(m, n, TILE.columns, TILE),
         steps=k // BLOCK,
-        grid=(pl.cdiv(m, TILE_M * cluster), pl.cdiv(n, tile.columns)),
-        blocks=(multiprocessors or tiles.multiprocessors()) // cluster,
-        cluster=cluster,
-        tile=tile,
         squares=squares,
         bias=bias is not None,
     )
@@ -175,13 +153,12 @@ def block_matmul(
     y = pipeline.launch(
         block_matmul_kernel,
         jax.ShapeDtypeStruct((m, n), out_dtype),
-        rings=[((TILE_M, LINE), a.values.dtype), ((tile.columns, LINE), b.values.dtype)],
-        stages=tile.stages,
+        rings=[((TILE_M, LINE), a.values.dtype), ((TILE.columns, LINE), b.values.dtype)],
+        stages=TILE.stages,
         blocks=spec.blocks,
-        cluster=cluster,
-        vectors=(TILE_M, SQUARES if squares else tile.columns),
+        cluster=spec.cluster,
+        vectors=(TILE_M, SQUARES if squares else TILE.columns),
         piece=PIECE,
-        interpret=interpret,
     )(_inputs(spec, a, b, bias))
     y = y.reshape(*a.values.shape[:-1], n)
     if addend is None:
@@ -200,18 +177,11 @@ def _inputs(spec: BlockProductSpec, a: Blocks, b: Blocks, bias: jax.Array | None
         b=b.values,
         a_scale=a.scales.reshape(spec.m, spec.steps).T,
         b_scale=padded(b.scales.T, SQUARES if spec.squares else 1),
-        bias=jnp.zeros(1) if bias is None else padded(bias.astype(jnp.float32), spec.tile.columns),
+        bias=jnp.zeros(1) if bias is None else padded(bias.astype(jnp.float32), TILE.columns),
     )
 
 
-def why_not(
-    a: Blocks,
-    b: Blocks,
-    bias: jax.Array | None = None,
-    addend: jax.Array | None = None,
-    *,
-    out_dtype: str,
-) -> Unavailable | None:
+def why_not(a: Blocks, b: Blocks, *_: jax.Array | None, out_dtype: str) -> Unavailable | None:
     """Why `block_matmul` cannot multiply these; None: it can."""
     for q in (a, b):
         block = q.values.shape[-1] // q.scales.shape[-1]

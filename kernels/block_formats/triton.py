@@ -7,10 +7,9 @@ import triton.language as tl
 
 from swjax.kernels.availability import Unavailable
 from swjax.kernels.block_formats.reference import Blocks
-from swjax.kernels.formats import INVERSE, LARGEST
 from swjax.kernels.triton_gpu import launcher
 from swjax.kernels.triton_gpu.arithmetic import nan_maximum, to_quantized
-from swjax.kernels.triton_gpu.chunks import SMALLEST
+from swjax.kernels.triton_gpu.chunks import SMALLEST, range_constants
 
 BLOCK = 128  # values that share a scale, and rows and columns of a program
 MOST_ROWS = 65_535 * BLOCK  # CUDA limits the second axis of a grid
@@ -110,9 +109,8 @@ def _quantize(
         SQUARES=squares,
         STRAIGHT=straight,
         TRANSPOSED=transposed,
-        LARGEST=LARGEST[dtype],
-        INVERSE=INVERSE[dtype],
         BLOCK=BLOCK,
+        **range_constants(dtype),
     )
     one = jnp.ones((1, 1))
     if squares:

@@ -60,22 +60,13 @@ class BlockWeightGradientWork(WeightGradientWork):
         first, count = super().span(unit)
         return first * self.block_steps, count * self.block_steps
 
-    def load(self, unit: jax.Array) -> Callable:
-        (row, column), layer = self.corner(unit), self.position(unit)[2]
+    @property
+    def step_tokens(self) -> int:
+        return LINE
 
-        def load_step(step, slot, full):
-            along = pl.ds(step * LINE, LINE)
-
-            def load_gradient(g: Ref, out: Ref) -> None:
-                del out
-                part = g.at[pl.ds(column, COLUMNS), along]
-                plgpu.copy_gmem_to_smem(part, self.scratch.b.at[slot], full)
-
-            part = self.x.at[pl.ds(row, TILE_M), along]
-            plgpu.copy_gmem_to_smem(part, self.scratch.a.at[slot], full)
-            self.for_layer(layer, load_gradient)
-
-        return load_step
+    @staticmethod
+    def operand(array: Ref, tokens: Any, features: Any) -> Ref:
+        return array.at[features, tokens]
 
     def multiply(self, sums: Ref, slot: jax.Array, half: jax.Array) -> None:
         x, g = self.scratch.a, self.scratch.b
@@ -142,53 +133,36 @@ def block_weight_gradient_group(
     rotation: int,
     out_dtype: str,
     slices: Slices | None = None,
-    multiprocessors: int | None = None,
-    interpret: Any = None,
 ) -> tuple[jax.Array, ...]:
     """`reference.block_weight_gradient_group` of 16-bit operands in int8, for rotations of 128 tokens.
 
     Tokens are a multiple of 8, k and n of 64.
     """
     del dtypes  # int8
-    launch: dict[str, Any] = dict(multiprocessors=multiprocessors, interpret=interpret)
     count, length = cut_into_blocks(x.shape[0], block, rotation)
     (x, x_scale), *of_gs = (
-        rotations.quantize_blocks(operand, present, count=count, length=length, **launch)
+        rotations.quantize_rotated_blocks(operand, present, count=count, length=length)
         for operand in (x, *gs)
     )
     x_scale /= rotation  # exact: both operands are sqrt(rotation) too large
-    return block_products(x, x_scale, *zip(*of_gs), out_dtype=out_dtype, slices=slices, **launch)
+    return _block_products((x, x_scale), of_gs, out_dtype, slices)
 
 
-def block_products(
-    x: jax.Array,
-    x_scale: jax.Array,
-    gs: tuple[jax.Array, ...],
-    g_scales: tuple[jax.Array, ...],
-    *,
+def _block_products(
+    of_x: tuple[jax.Array, jax.Array],
+    of_gs: list[tuple[jax.Array, jax.Array]],
     out_dtype: str,
-    slices: Slices | None = None,
-    multiprocessors: int | None = None,
-    interpret: Any = None,
+    slices: Slices | None,
 ) -> tuple[jax.Array, ...]:
-    """Multiplies int8 operands: for each g, the sum of the scaled products of the blocks of tokens.
+    """For each g, the sum of the scaled products of the blocks of tokens.
 
-    Args:
-      x: [k, blocks * length] int8; the length is a multiple of LINE.
-      x_scale: [blocks, k].
-      gs: [n, blocks * length] int8 each.
-      g_scales: [blocks, n] each.
-      out_dtype: dtype of the results.
-      slices: how the blocks of tokens are cut into slices; None chooses.
-      multiprocessors, interpret: for tests.
-
-    Returns:
-      [k, n] in `out_dtype` for each g.
+    `of_x` is int8 x [k, tokens] and its scales [blocks, k], and so are those of each g with n.
     """
+    (x, x_scale), (gs, g_scales) = of_x, zip(*of_gs)
     (k, tokens), n, count, layers = x.shape, len(gs[0]), len(x_scale), len(gs)
     columns = pl.cdiv(n, COLUMNS)
     grid = pl.cdiv(k, TILE_M), columns * layers
-    blocks = multiprocessors or tiles.multiprocessors()
+    blocks = tiles.multiprocessors()
     slices = slices or best_slices(
         math.prod(grid), tokens, blocks, largest=count, write_tokens=WRITE_TOKENS
     )
@@ -216,7 +190,6 @@ def block_products(
         blocks=blocks,
         cluster=1,
         piece=PIECE,
-        interpret=interpret,
     )(
         x,
         gs,

@@ -17,7 +17,7 @@ tokens pay for it.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -86,12 +86,8 @@ class Turns(NamedTuple):
         """Step number of turn i, counted from the beginning of the unit."""
         return self.first + 2 * i
 
-    def number(self, i: jax.Array) -> jax.Array:
-        """Step number of turn i, counted over all units."""
-        return self.used + self.step(i)
-
     def slot(self, i: jax.Array) -> jax.Array:
-        return lax.rem(self.number(i), STAGES)
+        return lax.rem(self.used + self.step(i), STAGES)
 
 
 @dataclass(frozen=True)
@@ -267,14 +263,12 @@ class Rotation:
         lax.fori_loop(0, turns.total, turn, None)
 
 
-def quantize_blocks(
+def quantize_rotated_blocks(
     x: jax.Array,
     present: jax.Array | None = None,
     *,
     count: int,
     length: int,
-    multiprocessors: int | None = None,
-    interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Rotates, transposes and quantizes x. The result is sqrt(ROTATION) times the rotated tokens.
 
@@ -283,13 +277,12 @@ def quantize_blocks(
       present: [tokens] in the dtype of x, the factors 0 or 1 of the tokens; None: all are 1.
       count: number of blocks of tokens.
       length: number of tokens of a block, a multiple of ROTATION. Tokens past the last of x are zeros.
-      multiprocessors, interpret: for tests.
 
     Returns:
       Values [n, count * length] and scales [count, n].
     """
     n = x.shape[1]
-    blocks = multiprocessors or tiles.multiprocessors()
+    blocks = tiles.multiprocessors()
     factors = None if present is None else _by_block(present, count, length)
 
     def weight_gradient_rotation_kernel(x, matrix, factors, values, scale, scratch):
@@ -306,7 +299,6 @@ def quantize_blocks(
         out,
         shared_memory(x.dtype),
         blocks=blocks,
-        interpret=interpret,
     )
     return run(x, matrix(x.dtype), factors)
 

@@ -9,11 +9,10 @@ import triton.language as tl
 
 from swjax.kernels.availability import Unavailable
 from swjax.kernels.block_weight_gradients.reference import cut_into_blocks
-from swjax.kernels.formats import INVERSE, LARGEST
 from swjax.kernels.rotations.reference import rotation_matrix
 from swjax.kernels.triton_gpu import launcher
 from swjax.kernels.triton_gpu.arithmetic import nan_maximum, to_quantized
-from swjax.kernels.triton_gpu.chunks import SMALLEST
+from swjax.kernels.triton_gpu.chunks import SMALLEST, range_constants
 
 ROTATION = 128  # tokens per rotation; a block is a multiple of it
 COLUMNS = 64  # columns per quantizing program
@@ -135,7 +134,8 @@ def block_weight_gradient(
     """`reference.block_weight_gradient` for 16-bit operands in int8, with rotations of 128 tokens."""
     cut = dict(zip(("BLOCKS", "LENGTH"), cut_into_blocks(x.shape[0], block, rotation)))
     (a, a_scale), (b, b_scale) = (
-        quantize_blocks(operand, present, dtype, **cut) for operand, dtype in zip((x, g), dtypes)
+        quantize_rotated_blocks(operand, present, dtype, **cut)
+        for operand, dtype in zip((x, g), dtypes)
     )
     m, n = x.shape[1], g.shape[1]
     return launcher.call(
@@ -158,7 +158,7 @@ def block_weight_gradient(
     )
 
 
-def quantize_blocks(
+def quantize_rotated_blocks(
     x: jax.Array, present: jax.Array | None, dtype: str, *, BLOCKS: int, LENGTH: int
 ) -> tuple[jax.Array, jax.Array]:
     """Rotates the present tokens of x [tokens, n], pads them with zeros to BLOCKS * LENGTH, and quantizes.
@@ -185,9 +185,8 @@ def quantize_blocks(
         LENGTH=LENGTH,
         ROTATION=ROTATION,
         ALL=present is None,
-        LARGEST=LARGEST[dtype],
-        INVERSE=INVERSE[dtype],
         BLOCK_N=COLUMNS,
+        **range_constants(dtype),
     )
 
 

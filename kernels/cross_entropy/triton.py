@@ -14,6 +14,8 @@ from swjax.kernels.triton_gpu.arithmetic import round_to
 
 # The initial maximum: finite, because the difference of two infinities is NaN.
 LOWEST: tl.constexpr = tl.constexpr(-1e30)
+# For a row; the fastest of seven pairs on an H200: benchmarks/notes/language.md.
+MOST_WARPS, MOST_PIECES = 8, 4
 
 
 @triton.jit
@@ -73,23 +75,14 @@ def _cross_entropy_kernel(
 
 
 def cross_entropy(
-    logits: jax.Array,
-    labels: jax.Array,
-    where: jax.Array,
-    *,
-    gradient: bool = True,
-    warps: int = 8,
-    pieces: int = 4,
+    logits: jax.Array, labels: jax.Array, where: jax.Array, *, gradient: bool = True
 ) -> tuple[jax.Array, jax.Array | None]:
-    """`reference.cross_entropy`; `warps` and `pieces` are the most for a row, see `_cross_entropy_kernel`.
-
-    The defaults are the fastest of seven pairs on an H200: benchmarks/notes/language.md.
-    """
+    """`reference.cross_entropy`."""
     v = logits.shape[-1]
     vector = 16 // logits.dtype.itemsize  # elements per thread of a load of 16 bytes
-    warps = max(1, min(warps, tiles.power_above(v) // (32 * vector)))
+    warps = max(1, min(MOST_WARPS, tiles.power_above(v) // (32 * vector)))
     chunk = warps * 32 * vector
-    pieces = max(1, min(pieces, tiles.power_above(v) // chunk))
+    pieces = max(1, min(MOST_PIECES, tiles.power_above(v) // chunk))
     losses, slopes = launcher.call(
         logits,
         jnp.where(is_class(labels, v), labels, -1).astype(jnp.int32),

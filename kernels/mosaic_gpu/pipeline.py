@@ -366,10 +366,9 @@ def load_tile(tile: Ref, buffers: Ref, barrier: Ref) -> None:
 
 
 def store_tile(
-    values: Callable[[int], jax.Array],
+    values: jax.Array | Callable[[int], jax.Array],
     buffers: Ref,
     to: Ref,
-    piece: int,
     *,
     add: bool = False,
     **options: Any,
@@ -377,16 +376,17 @@ def store_tile(
     """Copies one half of a tile to global memory, through buffers.
 
     Args:
-      values: function (first column of a piece) -> the piece.
+      values: [HALF, columns], or a function (first column of a piece) -> the piece.
       buffers: [number, HALF, piece] in shared memory.
       to: [HALF, columns] in global memory.
-      piece: number of columns written at a time.
       add: whether to add what the buffers hold, one for each piece.
       **options: options of `plgpu.copy_smem_to_gmem`.
     """
+    piece = buffers.shape[-1]
     starts = range(0, to.shape[1], piece)
     for number, at in enumerate(starts):
-        y, slot = values(at), number % buffers.shape[0]
+        y = values(at) if callable(values) else values[:, at : at + piece]
+        slot = number % buffers.shape[0]
         if add:
             y = y + buffers[slot].astype(jnp.float32)
         else:
@@ -461,7 +461,6 @@ def launch(
     edge: bool = False,
     vectors: tuple[int, ...] = (),
     piece: int | None = None,
-    interpret: Any,
 ) -> Callable:
     """Builds a product kernel of `blocks` clusters of blocks, as a function of its inputs.
 
@@ -476,7 +475,6 @@ def launch(
       edge: whether `store_rows` writes some of the tiles.
       vectors: lengths of the rings of vectors.
       piece: number of columns written at a time; None: they fill a line.
-      interpret: parameters of Pallas's interpreter, or None.
     """
     arrivals: dict[str, Any] = dict(num_arrivals=2, num_barriers=stages)
     full = plgpu.Barrier(num_arrivals=len(rings) + len(vectors), num_barriers=stages)
@@ -500,7 +498,7 @@ def launch(
         edge=plgpu.SMEM((2, HALF, piece), dtype) if edge else None,
         vectors=tuple(plgpu.SMEM((stages, length), jnp.float32) for length in vectors),
     )
-    return kernel(body, out, scratch, blocks=blocks, interpret=interpret, **in_clusters)
+    return kernel(body, out, scratch, blocks=blocks, **in_clusters)
 
 
 def kernel(
@@ -509,7 +507,6 @@ def kernel(
     scratch: NamedTuple,
     *,
     blocks: int,
-    interpret: Any,
     compiler: dict[str, Any] | None = None,
     **in_clusters: Any,
 ) -> Callable:
@@ -521,7 +518,6 @@ def kernel(
       out: shapes and dtypes of the outputs.
       scratch: shared memory and barriers, allocated in this order.
       blocks: number of clusters of blocks.
-      interpret: parameters of Pallas's interpreter, or None.
       compiler: parameters of `plgpu.CompilerParams`. With `approx_math`, exponentials use the GPU's
         approximate instruction (relative error about 2**-22).
       **in_clusters: `cluster` and `cluster_names` of `plgpu.kernel`.
@@ -537,7 +533,6 @@ def kernel(
         compiler_params=plgpu.CompilerParams(
             **{"lowering_semantics": plgpu.LoweringSemantics.Warpgroup, **(compiler or {})}
         ),
-        interpret=interpret,
         **in_clusters,
     )
 

@@ -143,6 +143,21 @@ def quantizing(
     return over_rows(name, block, arrays)
 
 
+def by_specification(
+    name: str, specification: Callable, *, of_elements: bool = False
+) -> Callable[..., tuple[jax.Array | None, QTensor | None]]:
+    """The kernel of a row operation whose specification computes its blocks; see `quantizing`."""
+
+    def operation(
+        *arrays: Any, quantize_to: str | None = None, high_precision: bool = True, **settings: Any
+    ) -> tuple[jax.Array | None, QTensor | None]:
+        block = lambda *arrays: specification(*arrays, **settings)[0]
+        options = quantize_to, high_precision
+        return quantizing(name, block, arrays, *options, of_elements=of_elements)
+
+    return operation
+
+
 def why_not(arrays: Any, whole: Any = ()) -> Unavailable | None:
     """Returns why `over_rows` cannot compute these arrays, or None if it can."""
     every = [*jax.tree.leaves(arrays), *jax.tree.leaves(whole)]

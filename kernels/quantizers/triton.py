@@ -10,7 +10,7 @@ import triton.language as tl
 
 from swjax.kernels import tiles
 from swjax.kernels.availability import Unavailable
-from swjax.kernels.formats import INVERSE, LARGEST, QTensor, absolute_maximum
+from swjax.kernels.formats import QTensor, absolute_maximum
 from swjax.kernels.quantizers.reference import check_clip
 from swjax.kernels.triton_gpu import chunks, launcher
 from swjax.kernels.triton_gpu.arithmetic import nan_maximum, to_quantized
@@ -122,11 +122,9 @@ def why_not_rows(x: jax.Array, *_: Any, **__: Any) -> Unavailable | None:
     return None
 
 
-def quantize_and_sum(
-    x: jax.Array, dtype: str = "int8", *, tile: tiles.RowTile | None = None
-) -> tuple[QTensor, jax.Array]:
+def quantize_and_sum(x: jax.Array, dtype: str = "int8") -> tuple[QTensor, jax.Array]:
     """`reference.quantize_and_sum`."""
-    q, total = quantize_rows(x, dtype, total=True, tile=tile)
+    q, total = quantize_rows(x, dtype, total=True)
     assert total is not None, "total=True"
     return q, total
 
@@ -293,10 +291,9 @@ def _quantize_matrix(
         STRAIGHT=straight,
         TRANSPOSED=transposed,
         CLIP=clip,
-        LARGEST=LARGEST[dtype],
-        INVERSE=INVERSE[dtype],
         BLOCK_M=BLOCK,
         BLOCK_N=BLOCK,
+        **chunks.range_constants(dtype),
     )
 
 

@@ -26,12 +26,10 @@ from swjax.kernels.ragged.mosaic_gpu_blocks import (
     ragged_block_weight_gradient,
     why_not_block_weight_gradient,
 )
-from swjax.kernels.ragged.mosaic_gpu_weight_gradients import (
-    ragged_weight_gradient,
-    why_not_weight_gradient,
-)
+from swjax.kernels.ragged.mosaic_gpu_weight_gradients import ragged_weight_gradient
 from swjax.kernels.ragged.schedule import ALIGNMENT, aligned_tiles, bounds
 from swjax.kernels.ragged.tiles import mosaic_cluster, mosaic_tile
+from swjax.kernels.weight_gradients.mosaic_gpu import why_not as why_not_weight_gradient
 
 __all__ = ["WHY_NOT", "ragged_block_weight_gradient", "ragged_matmul", "ragged_weight_gradient"]
 
@@ -215,7 +213,7 @@ class RaggedWork(TiledWork):
 
         @pl.when(whole)
         def _():
-            pipeline.store_tile(values, buffers, to, self.piece, add=self.spec.addend)
+            pipeline.store_tile(values, buffers, to, add=self.spec.addend)
 
         write = partial(
             pipeline.store_rows, buffer=self.scratch.edge.at[half], to=to, rows=(start, count)
@@ -258,9 +256,6 @@ def ragged_matmul(
     out_dtype: str,
     precision: lax.PrecisionLike = None,
     tile: MosaicTile | None = None,
-    cluster: int | None = None,
-    multiprocessors: int | None = None,
-    interpret: Any = None,
 ) -> jax.Array:
     """`reference.ragged_matmul` for operands of 8 and 16 bits. Transposes 8-bit matrices if `axis` is 1."""
     if isinstance(b, QTensor) and axis == 1:
@@ -268,7 +263,7 @@ def ragged_matmul(
     values = a.values if isinstance(a, QTensor) else a
     matrices = b.values if isinstance(b, QTensor) else b
     (m, k), groups, n, dtype = values.shape, len(matrices), matrices.shape[3 - axis], values.dtype
-    cluster = cluster or mosaic_cluster(m, groups)
+    cluster = mosaic_cluster(m, groups)
     fused = addend is not None and fits_buffers(addend, out_dtype)
     tile = tile or mosaic_tile(n, k, dtype.itemsize)
     if fused:  # memory of a slot serves the addend
@@ -277,7 +272,7 @@ def ragged_matmul(
         groups=groups,
         k=k,
         columns=pl.cdiv(n, TILE_N),
-        blocks=(multiprocessors or tiles.multiprocessors()) // cluster,
+        blocks=tiles.multiprocessors() // cluster,
         cluster=cluster,
         tile=tile,
         out_dtype=out_dtype,
@@ -301,7 +296,6 @@ def ragged_matmul(
         cluster=cluster,
         addend=spec.addend,
         edge=True,
-        interpret=interpret,
     )(_inputs(spec, a, b, group_sizes, addend if fused else None))
     if addend is None or fused:
         return y

@@ -18,9 +18,9 @@ from swjax.kernels.availability import Unavailable
 from swjax.kernels.block_weight_gradients.mosaic_gpu import COLUMNS, PIECE, STAGES, sum_blocks
 from swjax.kernels.block_weight_gradients.mosaic_gpu import why_not as why_not_blocks
 from swjax.kernels.mosaic_gpu import pipeline
-from swjax.kernels.mosaic_gpu.pipeline import HALF, LINE, TILE_M, Ref, Scratch, SumSteps
-from swjax.kernels.ragged.mosaic_gpu_rotations import rotate_blocks
-from swjax.kernels.ragged.mosaic_gpu_weight_gradients import GroupTiles
+from swjax.kernels.mosaic_gpu.pipeline import HALF, LINE, TILE_M, Ref, SumSteps
+from swjax.kernels.ragged.mosaic_gpu_rotations import quantize_rotated_blocks
+from swjax.kernels.ragged.mosaic_gpu_weight_gradients import GroupWork
 from swjax.kernels.ragged.schedule import (
     GroupBlocks,
     blocks_of_groups,
@@ -51,38 +51,22 @@ class BlockRefs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class BlockSpec:
-    """The sizes of a product.
+class RaggedBlocksWork(GroupWork):
+    """Multiplies blocks of rows of 8 bits; its inputs are `BlockRefs`.
 
     Attributes:
-      tiles: of the groups.
       block_steps: number of steps of a block of rows; the last block of a group may have fewer.
     """
 
-    tiles: GroupTiles
     block_steps: int
-
-
-@dataclass(frozen=True)
-class RaggedBlocksWork:
-    """The `pipeline.Work` of one block of threads. A unit is a tile of the gradient of one group."""
-
-    spec: BlockSpec
-    inputs: BlockRefs
-    out: Ref
-    scratch: Scratch
-    block: jax.Array
 
     stages: ClassVar[int] = STAGES
     columns: ClassVar[int] = COLUMNS
     sum_dtype: ClassVar[jax.typing.DTypeLike] = jnp.int32
 
-    def units(self) -> jax.Array:
-        return self.spec.tiles.count(self.block)
-
     def place(self, unit: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The place of a unit's group in the tables, and the first row and column of its tile."""
-        place, row, column = self.spec.tiles.place(self.block, unit)
+        place, row, column = self.tile(unit)
         return place, row * TILE_M, column * COLUMNS
 
     def span(self, unit: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -108,11 +92,10 @@ class RaggedBlocksWork:
     def total(self, unit: jax.Array, half: jax.Array, sum_steps: SumSteps) -> jax.Array:
         number, row, column = self.place(unit)
         first, steps = self.inputs.first_block[number], self.inputs.step_count[number]
-        block_steps = self.spec.block_steps
 
         def sum_block(i):
-            count = jnp.minimum(steps - i * block_steps, block_steps)
-            return sum_steps(i * block_steps, count)
+            count = jnp.minimum(steps - i * self.block_steps, self.block_steps)
+            return sum_steps(i * self.block_steps, count)
 
         count = self.inputs.block_count[number]
         scales = self.inputs.a_scale, self.inputs.b_scale
@@ -120,14 +103,9 @@ class RaggedBlocksWork:
 
     def store(self, unit: jax.Array, sums: jax.Array, half: jax.Array) -> None:
         number, row, column = self.place(unit)
-        piece = self.scratch.out.shape[-1]
         area = pl.ds(row + half * HALF, HALF), pl.ds(column, COLUMNS)
-        pipeline.store_tile(
-            lambda at: sums[:, at : at + piece],
-            self.scratch.out.at[half],
-            self.out.at[self.inputs.group[number]].at[area],
-            piece,
-        )
+        to = self.out.at[self.inputs.group[number]].at[area]
+        pipeline.store_tile(sums, self.scratch.out.at[half], to)
 
 
 def ragged_block_weight_gradient(
@@ -139,8 +117,6 @@ def ragged_block_weight_gradient(
     block: int,
     rotation: int,
     out_dtype: str,
-    multiprocessors: int | None = None,
-    interpret: Any = None,
 ) -> tuple[jax.Array, ...]:
     """`reference.ragged_block_weight_gradient` for 16-bit operands in int8, with rotations of 128 tokens.
 
@@ -148,22 +124,21 @@ def ragged_block_weight_gradient(
     """
     del dtypes  # int8
     m, groups = x.shape[0], len(group_sizes)
-    launch: dict[str, Any] = {"multiprocessors": multiprocessors, "interpret": interpret}
     blocks = blocks_of_groups(group_sizes, m, block, rotation)
     length = padded_length(m, groups, rotation)
-    (a, a_scale), *of_gs = (rotate_blocks(each, blocks, length, **launch) for each in (x, *gs))
+    (a, a_scale), *of_gs = (quantize_rotated_blocks(each, blocks, length) for each in (x, *gs))
     a_scale /= rotation  # exact: both operands are sqrt(rotation) too large
     tables = _tables(blocks, block)
 
     def product(b, b_scale):
         k, n = len(a), len(b)
         grid = pl.cdiv(k, TILE_M), pl.cdiv(n, COLUMNS)
-        of_groups = GroupTiles(groups, grid, multiprocessors or tiles.multiprocessors())
-        spec = BlockSpec(of_groups, block // LINE)
+        programs = tiles.multiprocessors()
 
         def ragged_blocks_kernel(inputs, out, scratch):
             index = lax.axis_index("block")
-            pipeline.run(RaggedBlocksWork(spec, inputs, out, scratch, index), scratch)
+            work = RaggedBlocksWork(inputs, out, scratch, index, programs, grid, block // LINE)
+            pipeline.run(work, scratch)
 
         of_rows, of_columns = (
             jnp.pad(scale, ((0, 0), (0, count * tile - scale.shape[1])))
@@ -174,10 +149,9 @@ def ragged_block_weight_gradient(
             jax.ShapeDtypeStruct((groups, k, n), out_dtype),
             rings=[((TILE_M, LINE), a.dtype), ((COLUMNS, LINE), b.dtype)],
             stages=STAGES,
-            blocks=of_groups.blocks,
+            blocks=programs,
             cluster=1,
             piece=PIECE,
-            interpret=interpret,
         )(BlockRefs(**tables, a=a, b=b, a_scale=of_rows, b_scale=of_columns))
 
     return tuple(product(*of_g) for of_g in of_gs)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,20 +61,17 @@ class RaggedRotation(rotations.Rotation):
         return remove
 
 
-def rotate_blocks(
+def quantize_rotated_blocks(
     x: jax.Array,
     blocks: GroupBlocks,
     length: int,
-    *,
-    multiprocessors: int | None = None,
-    interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Rotates, transposes and quantizes the blocks of x [m, n].
 
     Returns:
       Values [n, length], sqrt(ROTATION) times the rotated rows, and scales [blocks, n].
     """
-    n, programs = x.shape[1], multiprocessors or tiles.multiprocessors()
+    n, programs = x.shape[1], tiles.multiprocessors()
     tables = BlockTables(
         jnp.sum(blocks.counts, keepdims=True), blocks.first, blocks.start, blocks.end, blocks.to
     )
@@ -92,5 +89,5 @@ def rotate_blocks(
         jax.ShapeDtypeStruct((len(blocks.first), n), jnp.float32),
     )
     shared = rotations.shared_memory(x.dtype)
-    run = pipeline.kernel(ragged_rotation_kernel, out, shared, blocks=programs, interpret=interpret)
+    run = pipeline.kernel(ragged_rotation_kernel, out, shared, blocks=programs)
     return run(x, rotations.matrix(x.dtype), tables)

@@ -15,37 +15,39 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from swjax.kernels import tiles
-from swjax.kernels.availability import Unavailable
 from swjax.kernels.mosaic_gpu import pipeline
 from swjax.kernels.mosaic_gpu.pipeline import HALF, LINE, TILE_M, TILE_N, Ref, Scratch, SumSteps
 from swjax.kernels.ragged.schedule import ALIGNMENT, bounds, largest_first
 from swjax.kernels.weight_gradients.mosaic_gpu import STAGES
-from swjax.kernels.weight_gradients.mosaic_gpu import why_not as why_not_16_bits
 
 
 @dataclass(frozen=True)
-class GroupTiles:
-    """The tiles of the weight gradients of all groups.
+class GroupWork:
+    """The base of the `pipeline.Work` of one block of threads. A unit is a tile of the gradient of one group.
 
     Attributes:
-      groups: number of groups.
+      inputs: arrays of the product.
+      out: [groups, k, n].
+      block, blocks: the block, and the number of those that share the tiles of all groups.
       grid: rows and columns of tiles of a group.
-      blocks: blocks of threads that share the tiles.
     """
 
-    groups: int
-    grid: tuple[int, int]
+    inputs: Any
+    out: Ref
+    scratch: Scratch
+    block: jax.Array
     blocks: int
+    grid: tuple[int, int]
 
-    def count(self, block: jax.Array) -> jax.Array:
-        """The number of tiles of a block of threads."""
+    def units(self) -> jax.Array:
         rows, columns = self.grid
-        return pipeline.unit_count(self.groups * rows * columns, block, self.blocks)
+        total = self.out.shape[0] * rows * columns
+        return pipeline.unit_count(total, self.block, self.blocks)
 
-    def place(self, block: jax.Array, unit: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def tile(self, unit: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The place of a tile's group in the order of the groups, and the row and column of the tile."""
         rows, columns = self.grid
-        index = block + unit * self.blocks
+        index = self.block + unit * self.blocks
         row, column = plgpu.planar_snake(lax.rem(index, rows * columns), self.grid, 1, 4)
         return lax.div(index, rows * columns), row, column
 
@@ -65,15 +67,8 @@ class GradientRefs(NamedTuple):
     g: Ref
 
 
-@dataclass(frozen=True)
-class RaggedGradientWork:
-    """The `pipeline.Work` of one block of threads. A unit is a tile of the gradient of one group."""
-
-    tiles: GroupTiles
-    inputs: GradientRefs
-    out: Ref
-    scratch: Scratch
-    block: jax.Array
+class RaggedGradientWork(GroupWork):
+    """Multiplies rows of 16 bits; its inputs are `GradientRefs`."""
 
     stages: ClassVar[int] = STAGES
     columns: ClassVar[int] = TILE_N
@@ -84,12 +79,9 @@ class RaggedGradientWork:
         """Number of rows of a step."""
         return LINE // self.scratch.a.dtype.itemsize
 
-    def units(self) -> jax.Array:
-        return self.tiles.count(self.block)
-
     def rows(self, unit: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The first row that a unit reads, the first row of its group, and the row after its last one."""
-        place, _, _ = self.tiles.place(self.block, unit)
+        place, _, _ = self.tile(unit)
         start = self.inputs.start[place]
         aligned = lax.div(start, ALIGNMENT) * ALIGNMENT
         return aligned, start, start + self.inputs.size[place]
@@ -100,7 +92,7 @@ class RaggedGradientWork:
         return 0, jnp.maximum(steps, 1)  # an empty group has a step without rows of its own
 
     def load(self, unit: jax.Array) -> Callable:
-        _, row, column = self.tiles.place(self.block, unit)
+        _, row, column = self.tile(unit)
         aligned, _, _ = self.rows(unit)
 
         def load_step(step, slot, full):
@@ -144,15 +136,10 @@ class RaggedGradientWork:
         return sum_steps(0, self.span(unit)[1], before=remove_other_groups)
 
     def store(self, unit: jax.Array, sums: jax.Array, half: jax.Array) -> None:
-        place, row, column = self.tiles.place(self.block, unit)
-        piece = self.scratch.out.shape[-1]
+        place, row, column = self.tile(unit)
         area = pl.ds(row * TILE_M + half * HALF, HALF), pl.ds(column * TILE_N, TILE_N)
-        pipeline.store_tile(
-            lambda at: sums[:, at : at + piece],
-            self.scratch.out.at[half],
-            self.out.at[self.inputs.group[place]].at[area],
-            piece,
-        )
+        to = self.out.at[self.inputs.group[place]].at[area]
+        pipeline.store_tile(sums, self.scratch.out.at[half], to)
 
 
 def ragged_weight_gradient(
@@ -162,23 +149,18 @@ def ragged_weight_gradient(
     *,
     out_dtype: str,
     precision: lax.PrecisionLike = None,
-    multiprocessors: int | None = None,
-    interpret: Any = None,
 ) -> jax.Array:
     """`reference.ragged_weight_gradient` of 16-bit operands, for rows a multiple of 8, k and n of 64."""
     del precision  # the products of 16-bit numbers are exact
     (m, k), n, groups = x.shape, g.shape[1], len(group_sizes)
-    of_groups = GroupTiles(
-        groups,
-        (pl.cdiv(k, TILE_M), pl.cdiv(n, TILE_N)),
-        multiprocessors or tiles.multiprocessors(),
-    )
+    grid = pl.cdiv(k, TILE_M), pl.cdiv(n, TILE_N)
+    blocks = tiles.multiprocessors()
     starts, ends = bounds(group_sizes, m)
     group, start, size = largest_first(starts, ends - starts)
 
     def ragged_weight_gradient_kernel(inputs, out, scratch):
         block = lax.axis_index("block")
-        pipeline.run(RaggedGradientWork(of_groups, inputs, out, scratch, block), scratch)
+        pipeline.run(RaggedGradientWork(inputs, out, scratch, block, blocks, grid), scratch)
 
     step = LINE // x.dtype.itemsize
     return pipeline.launch(
@@ -186,12 +168,6 @@ def ragged_weight_gradient(
         jax.ShapeDtypeStruct((groups, k, n), out_dtype),
         rings=[((step, TILE_M), x.dtype), ((step, TILE_N), g.dtype)],
         stages=STAGES,
-        blocks=of_groups.blocks,
+        blocks=blocks,
         cluster=1,
-        interpret=interpret,
     )(GradientRefs(group, start, size, x, g))
-
-
-def why_not_weight_gradient(x: jax.Array, g: jax.Array, *_: Any, **__: Any) -> Unavailable | None:
-    """Why `ragged_weight_gradient` cannot multiply these; None: it can."""
-    return why_not_16_bits(x, g)

@@ -11,7 +11,7 @@ import triton.language as tl
 from swjax.kernels.availability import Unavailable
 from swjax.kernels.block_weight_gradients.triton import COLUMNS, ROTATION, TILE, rotated_tokens
 from swjax.kernels.block_weight_gradients.triton import why_not as why_not_blocks
-from swjax.kernels.formats import INVERSE, LARGEST, QTensor
+from swjax.kernels.formats import QTensor
 from swjax.kernels.products.tiles import TritonTile
 from swjax.kernels.products.triton import load_scale, program_block, sum_of_products
 from swjax.kernels.ragged import tiles
@@ -26,7 +26,7 @@ from swjax.kernels.ragged.schedule import (
 from swjax.kernels.rotations.reference import rotation_matrix
 from swjax.kernels.triton_gpu import launcher
 from swjax.kernels.triton_gpu.arithmetic import nan_maximum, to_quantized
-from swjax.kernels.triton_gpu.chunks import SMALLEST
+from swjax.kernels.triton_gpu.chunks import SMALLEST, range_constants
 
 
 @triton.jit
@@ -337,12 +337,12 @@ def ragged_block_weight_gradient(
     of_groups = blocks_of_groups(group_sizes, m, block, rotation)
     blocks = jnp.stack([of_groups.first, of_groups.start, of_groups.end, of_groups.to])
     order = largest_first(of_groups.first_block, of_groups.counts)
-    rotate = partial(rotate_blocks, blocks=blocks, length=length)
-    a, a_scale = rotate(x, dtype=dtypes[0])
+    quantize = partial(quantize_rotated_blocks, blocks=blocks, length=length)
+    a, a_scale = quantize(x, dtype=dtypes[0])
 
     def product(g):
         n = g.shape[1]
-        b, b_scale = rotate(g, dtype=dtypes[1])
+        b, b_scale = quantize(g, dtype=dtypes[1])
         return launcher.call(
             order,
             blocks,
@@ -370,7 +370,7 @@ def ragged_block_weight_gradient(
     return tuple(map(product, gs))
 
 
-def rotate_blocks(
+def quantize_rotated_blocks(
     x: jax.Array, *, dtype: str, blocks: jax.Array, length: int
 ) -> tuple[jax.Array, jax.Array]:
     """Rotates and quantizes the blocks of x [m, n]: values [n, length], and scales [blocks, n]."""
@@ -391,30 +391,18 @@ def rotate_blocks(
         N=n,
         LENGTH=length,
         ROTATION=ROTATION,
-        LARGEST=LARGEST[dtype],
-        INVERSE=INVERSE[dtype],
         BLOCK_N=COLUMNS,
+        **range_constants(dtype),
     )
 
 
 def why_not_products(a: jax.Array | QTensor, *_: Any, **__: Any) -> Unavailable | None:
     """Returns why `ragged_matmul` cannot multiply these, or None if it can."""
-    return None if isinstance(a, QTensor) else _why_not_16_bits(a)
+    return None if isinstance(a, QTensor) else why_not_weight_gradient(a)
 
 
 def why_not_weight_gradient(x: jax.Array, *_: Any, **__: Any) -> Unavailable | None:
     """Returns why `ragged_weight_gradient` cannot multiply these, or None if it can."""
-    return _why_not_16_bits(x)
-
-
-def why_not_block_weight_gradient(
-    x: jax.Array, *_: Any, dtypes: tuple[str, str], rotation: int, **__: Any
-) -> Unavailable | None:
-    """Returns why `ragged_block_weight_gradient` cannot multiply these, or None if it can."""
-    return why_not_blocks(x, x, dtypes=dtypes, rotation=rotation)
-
-
-def _why_not_16_bits(x: jax.Array) -> Unavailable | None:
     if x.dtype in (jnp.bfloat16, jnp.float16):
         return None
     return Unavailable(f"is for 16-bit operands, got {x.dtype}: use 'xla'")
@@ -423,5 +411,5 @@ def _why_not_16_bits(x: jax.Array) -> Unavailable | None:
 WHY_NOT = {
     "ragged_matmul": why_not_products,
     "ragged_weight_gradient": why_not_weight_gradient,
-    "ragged_block_weight_gradient": why_not_block_weight_gradient,
+    "ragged_block_weight_gradient": why_not_blocks,
 }

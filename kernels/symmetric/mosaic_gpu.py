@@ -238,20 +238,13 @@ def symmetric_product(
     factors: jax.Array | None = None,
     *,
     contract: int = -1,
-    multiprocessors: int | None = None,
-    interpret: Any = None,
 ) -> jax.Array:
-    """`reference.symmetric_product` for 16-bit operands, for m above 64; see `why_not`.
-
-    Args:
-      a, b, addend, factors, contract: see `reference.symmetric_product`.
-      multiprocessors, interpret: for tests.
-    """
+    """`reference.symmetric_product` for 16-bit operands, for m above 64; see `why_not`."""
     by_columns = contract == -2
     batch, m = a.shape[0], a.shape[2 if by_columns else 1]
     if factors is None:
         factors = jnp.broadcast_to(jnp.float32([1, 1, 0]), (batch, 3))
-    clusters = (multiprocessors or tiles.multiprocessors()) // CLUSTER
+    clusters = tiles.multiprocessors() // CLUSTER
     stages, pieces = (6, 1) if addend is None else (4, PIECES)
 
     def symmetric_kernel(a, b, addend, factors, result, scratch):
@@ -275,7 +268,6 @@ def symmetric_product(
         jax.ShapeDtypeStruct((batch, m, m), a.dtype),
         scratch,
         blocks=clusters,
-        interpret=interpret,
         cluster=(CLUSTER,),
         cluster_names=("cluster",),
     )(a, b, jnp.zeros(1, a.dtype) if addend is None else addend, factors)

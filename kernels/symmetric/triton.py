@@ -1,6 +1,5 @@
 """Symmetric products: one triangle of tiles is computed, and written to both triangles."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -11,6 +10,9 @@ import triton.language as tl
 from swjax.kernels.availability import Unavailable
 from swjax.kernels.products.triton import sum_of_products
 from swjax.kernels.triton_gpu import launcher
+
+TILE = 128  # rows and columns of an output tile
+STEP = 64  # elements of a step along the contracted axis
 
 
 @triton.jit
@@ -74,23 +76,6 @@ def _symmetric_kernel(
         tl.store(out_ptr + mirrored, tl.trans(out), mask=(column < M)[:, None] & (row < M)[None, :])
 
 
-@dataclass(frozen=True)
-class SymmetricTile:
-    """The tile sizes of the symmetric product.
-
-    Attributes:
-      m: rows and columns of an output tile.
-      k: length of a step along the contracted axis.
-      warps: warps of 32 threads per program.
-      stages: stages of the pipeline of loads.
-    """
-
-    m: int = 128
-    k: int = 64
-    warps: int = 8
-    stages: int = 3
-
-
 def symmetric_product(
     a: jax.Array,
     b: jax.Array,
@@ -98,12 +83,11 @@ def symmetric_product(
     factors: jax.Array | None = None,
     *,
     contract: int = -1,
-    tile: SymmetricTile = SymmetricTile(),
 ) -> jax.Array:
     """`reference.symmetric_product` for 16-bit operands."""
     batch = a.shape[0]
     m, k = a.shape[1:] if contract == -1 else a.shape[:0:-1]
-    blocks = triton.cdiv(m, tile.m)
+    blocks = triton.cdiv(m, TILE)
     return launcher.call(
         a,
         b,
@@ -111,15 +95,15 @@ def symmetric_product(
         kernel=_symmetric_kernel,
         out_type=jax.ShapeDtypeStruct((batch, m, m), a.dtype),
         grid=(batch * (blocks * (blocks + 1) // 2),),
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+        num_warps=8,
+        num_stages=3,
         M=m,
         K=k,
         BY_COLUMNS=contract == -2,
         ADDEND=addend is not None,
         FACTORS=factors is not None,
-        BLOCK_M=tile.m,
-        BLOCK_K=tile.k,
+        BLOCK_M=TILE,
+        BLOCK_K=STEP,
     )
 
 

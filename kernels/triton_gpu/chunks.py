@@ -196,7 +196,7 @@ def row_launch(
 
 
 def range_constants(dtype: str | None) -> dict[str, float]:
-    """The range of the dtype to which a row kernel quantizes; with None it does not quantize."""
+    """The range of the dtype to which a kernel quantizes; with None it does not quantize."""
     return {"LARGEST": LARGEST[dtype or "int8"], "INVERSE": INVERSE[dtype or "int8"]}
 
 

@@ -96,18 +96,28 @@ class WeightGradientWork:
         (row, column), layer = self.corner(unit), self.position(unit)[2]
 
         def load_step(step, slot, full):
-            along = pl.ds(step * self.spec.step_tokens, self.spec.step_tokens)
+            along = pl.ds(step * self.step_tokens, self.step_tokens)
 
             def load_gradient(g: Ref, out: Ref) -> None:
                 del out
-                part = g.at[along, pl.ds(column, self.columns)]
+                part = self.operand(g, along, pl.ds(column, self.columns))
                 plgpu.copy_gmem_to_smem(part, self.scratch.b.at[slot], full)
 
-            part = self.x.at[along, pl.ds(row, TILE_M)]
+            part = self.operand(self.x, along, pl.ds(row, TILE_M))
             plgpu.copy_gmem_to_smem(part, self.scratch.a.at[slot], full)
             self.for_layer(layer, load_gradient)
 
         return load_step
+
+    @property
+    def step_tokens(self) -> int:
+        """Number of tokens of a step of the pipeline."""
+        return self.spec.step_tokens
+
+    @staticmethod
+    def operand(array: Ref, tokens: Any, features: Any) -> Ref:
+        """Some tokens and features of x or of a gradient."""
+        return array.at[tokens, features]
 
     def multiply(self, sums: Ref, slot: jax.Array, half: jax.Array) -> None:
         x, g = self.scratch.a, self.scratch.b
@@ -124,14 +134,12 @@ class WeightGradientWork:
         """
         part, schedule = self.part(unit), self.spec.schedule
         (row, column), layer = self.corner(unit), self.position(unit)[2]
-        piece = self.scratch.out.shape[-1]
         area = pl.ds(row + half * HALF, HALF), pl.ds(column, self.columns)
-        pieces, buffers = lambda at: sums[:, at : at + piece], self.scratch.out.at[half]
 
         def write(**options):
             def store(g: Ref, out: Ref) -> None:
                 del g
-                pipeline.store_tile(pieces, buffers, out.at[area], piece, **options)
+                pipeline.store_tile(sums, self.scratch.out.at[half], out.at[area], **options)
 
             self.for_layer(layer, store)
 
@@ -166,8 +174,6 @@ def weight_gradient_group(
     out_dtype: str = "float32",
     precision: lax.PrecisionLike = None,
     slices: Slices | None = None,
-    multiprocessors: int | None = None,
-    interpret: Any = None,
 ) -> tuple[jax.Array, ...]:
     """`reference.weight_gradient_group` of 16-bit operands, for tokens a multiple of 8, k and n of 64.
 
@@ -180,12 +186,11 @@ def weight_gradient_group(
       out_dtype: dtype of the result. Sums are in float32.
       precision: has no effect, because 16-bit products are exact in float32.
       slices: how the tokens are cut; None chooses.
-      multiprocessors, interpret: for tests.
     """
     del precision
     (tokens, k), n, layers = x.shape, gs[0].shape[1], len(gs)
     grid = pl.cdiv(k, TILE_M), pl.cdiv(n, TILE_N) * layers
-    blocks = multiprocessors or tiles.multiprocessors()
+    blocks = tiles.multiprocessors()
     step_tokens = LINE // x.dtype.itemsize
     steps = pl.cdiv(tokens, step_tokens)
     slices = slices or best_slices(
@@ -212,7 +217,6 @@ def weight_gradient_group(
         stages=WeightGradientWork.stages,
         blocks=blocks,
         cluster=1,
-        interpret=interpret,
     )(x, gs)
     return tuple(dw.astype(out_dtype) for dw in dws)
 
@@ -231,7 +235,7 @@ def why_not_alike(x: jax.Array, gs: tuple[jax.Array, ...]) -> Unavailable | None
     return None
 
 
-def why_not(x: jax.Array, g: jax.Array, **_: Any) -> Unavailable | None:
+def why_not(x: jax.Array, g: jax.Array, *_: Any, **__: Any) -> Unavailable | None:
     """Why `weight_gradient` cannot multiply these; None: it can."""
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return Unavailable(f"is for 16-bit operands, got {x.dtype}: use 'xla'")

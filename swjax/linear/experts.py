@@ -16,7 +16,7 @@ from swjax import auto, recipes
 from swjax.kernels import dispatch, reference, targets
 from swjax.kernels.ragged.schedule import bounds
 from swjax.kernels.reference import QTensor
-from swjax.linear.checks import OPERAND_DTYPES
+from swjax.linear.checks import OPERAND_DTYPES, weight_array
 from swjax.linear.layer import (
     Layer,
     Operand,
@@ -27,7 +27,7 @@ from swjax.linear.layer import (
     to_bytes,
 )
 from swjax.linear.layouts import Spec, quantized_specs, specs_of
-from swjax.recipes import LONGEST_INT8_SUM, Product, Quantizer, Recipe
+from swjax.recipes import LONGEST_INT8_SUM, Quantizer, Recipe
 
 PRODUCTS = ("ragged_matmul", "ragged_weight_gradient", "ragged_block_weight_gradient")
 
@@ -35,9 +35,10 @@ PRODUCTS = ("ragged_matmul", "ragged_weight_gradient", "ragged_block_weight_grad
 # --- the forms that products read ---------------------------------------------------------------------
 
 
-def quantize_rows(product: Product | None, x: jax.Array, spec: Spec, layer: Layer) -> Any:
-    """x [m, k] as the left operand of a product: a QTensor with a scale for each row, or x itself."""
-    return x if product is None else quantize_sharded(product.lhs, x, spec, -1, layer)
+def quantized_gradient(g: jax.Array, layer: Layer) -> jax.Array | QTensor:
+    """g [m, n] as the input gradient reads it: with a scale for each row, or itself."""
+    dgrad = layer.recipe.dgrad
+    return g if dgrad is None else quantize_sharded(dgrad.lhs, g, layer.sharding.y, -1, layer)
 
 
 def forward_weight(w: jax.Array | QTensor, layer: Layer) -> Operand:
@@ -276,22 +277,14 @@ def check(
     """
     check_shapes(name, x, w, group_sizes)
     check_group_sizes(x, group_sizes)
-    e, *shape = shape_of(w)
+    e, *shape = weight_array(w).shape
     few_rows = ""
     if not isinstance(w, QTensor):
         few_rows = auto.few_rows(x.shape[0], e, w.dtype.itemsize)
     found = recipes.get(recipe, tuple(shape), few_rows=few_rows)
     auto.warn_if_slow(found.dtypes, few_rows=few_rows)
-    check_recipe(name, found, shape_of(w))
+    check_recipe(name, found, (e, *shape))
     return found
-
-
-def shape_of(w: jax.Array | QTensor) -> tuple[int, ...]:
-    """The shape [e, k, n] of a weight."""
-    if not isinstance(w, QTensor):
-        return w.shape
-    *stack, n, k = w.values.shape
-    return *stack, k, n
 
 
 def check_shapes(
@@ -304,7 +297,7 @@ def check_shapes(
             raise ValueError(
                 f"{operand} must be an array, got a {got}: pass jnp.asarray({operand})"
             )
-    shape = shape_of(w)
+    shape = weight_array(w).shape
     fit = x.ndim == 2 and len(shape) == 3 and x.shape[1] == shape[1]
     if not fit or group_sizes.shape != shape[:1]:
         raise ValueError(

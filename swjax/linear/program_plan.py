@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -83,6 +83,7 @@ class Origin(NamedTuple):
 Origins = list[Origin | None]  # of several arrays; None is an activation
 
 
+@dataclass(eq=False)
 class Planner:
     """Plans programs.
 
@@ -97,21 +98,16 @@ class Planner:
       used: the parameters that something else reads.
     """
 
-    def __init__(
-        self,
-        choices: Mapping[str, Choice],
-        implementation: str | None,
-        specs: Mapping[str, P],
-        tokens: P = TOKENS,
-        groups: bool = False,
-    ) -> None:
-        self.choices, self.implementation = choices, implementation
-        self.specs, self.tokens, self.groups = specs, tokens, groups
-        self.products = ProgramReport()
-        self.readings: dict[str, dict[str, Reading]] = {}
-        self.used: set[str] = set()
-        self._results: dict[tuple, Callable] = {}
-        self._groups: dict[tuple, Callable] = {}
+    choices: Mapping[str, Choice]
+    implementation: str | None
+    specs: Mapping[str, P]
+    tokens: P = TOKENS
+    groups: bool = False
+    products: ProgramReport = field(default_factory=ProgramReport)
+    readings: dict[str, dict[str, Reading]] = field(default_factory=dict)
+    used: set[str] = field(default_factory=set)
+    _results: dict[tuple, Callable] = field(default_factory=dict)
+    _groups: dict[tuple, Callable] = field(default_factory=dict)
 
     def plan(self, jaxpr: Any, origins: Origins, repeats: int = 1, opaque: str = "") -> Plan:
         """Plans a jaxpr, open or closed.

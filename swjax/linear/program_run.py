@@ -32,8 +32,8 @@ CASTS = {"convert_element_type"}
 RESHARDS = {"sharding_constraint", "reshard", "optimization_barrier", "name"}
 GATHERS = {"all_gather", "all_gather_invariant"}
 MOVES = {
-    *("transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "slice", "dynamic_slice"),
-    *("split", "rev", "copy", "copy_p", "stop_gradient", "pvary", "pcast"),
+    *("transpose", "reshape", "squeeze", "broadcast_in_dim", "slice", "dynamic_slice", "split"),
+    *("rev", "copy", "stop_gradient", "pvary"),
 }  # fmt: skip
 MERGES = {"concatenate", "stack"}  # operations that make one array of all their operands
 
@@ -521,8 +521,9 @@ def _shard_map(step: Step, values: Arrays, stored: Arrays) -> tuple[Arrays, Arra
 
 # {primitive: (how it runs jaxprs, executes it)}
 CALLS: dict[str, tuple[Callable, Callable]] = {
-    **dict.fromkeys(("jit", "pjit", "closed_call", "core_call"), (_read_call, inline)),
-    **dict.fromkeys(("checkpoint", "remat", "remat2"), (_read_call, _remat)),
+    # jax 0.12 has renamed the second to the third.
+    **dict.fromkeys(("jit", "closed_call", "eval_jaxpr"), (_read_call, inline)),
+    "remat2": (_read_call, _remat),
     "scan": (_read_scan, _scan),
     "while": (_read_while, _while),
     "cond": (_read_cond, _cond),

@@ -35,14 +35,20 @@ class PrologueGradients(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """What a prologue's backward pass computes in addition to the gradients.
+    """The arguments of a prologue's backward pass.
 
     Attributes:
+      x: [..., k], the prologue's input; for `Gated` a pair.
+      gradients: [..., k] each, whose sum is the gradient of the output; or its `Factors`.
+      residual_gradient: [..., k], which is added to the input gradient, or None.
       quantize_to: dtype of the quantized input gradient, if the prologue supports it; None does not quantize.
       recompute: whether to return the output.
       implementation: see `swjax.kernels.dispatch`.
     """
 
+    x: Any
+    gradients: tuple[jax.Array, ...] | Factors
+    residual_gradient: jax.Array | None
     quantize_to: str | None
     recompute: bool
     implementation: str | None
@@ -66,17 +72,8 @@ class _Operation(ABC):
         """The operation on x [..., k], or on the pair of `Gated`."""
 
     @abstractmethod
-    def backward(
-        self, x: Any, gradients: "Gradients", residual_gradient: jax.Array | None, wanted: Backward
-    ) -> PrologueGradients:
-        """Computes the gradients of the prologue.
-
-        Args:
-          x: [..., k], the prologue's input; for `Gated` a pair.
-          gradients: [..., k] each, whose sum is the gradient of the output; or its `Factors`.
-          residual_gradient: [..., k], which is added to the input gradient, or None.
-          wanted: what to compute in addition.
-        """
+    def backward(self, of: Backward) -> PrologueGradients:
+        """Computes the gradients of the prologue."""
 
     def forward(
         self, x: Any, *, quantize_to: str | None, implementation: str | None
@@ -99,11 +96,8 @@ def _run_backward(name: str, *arrays: Any, implementation: str | None, **setting
     return dispatch.run("fused_product_backward", *arrays, **fused, implementation=implementation)
 
 
-def _added(gradients: "Gradients") -> jax.Array | Factors:
+def _added(gradients: tuple[jax.Array, ...] | Factors) -> jax.Array | Factors:
     return gradients if isinstance(gradients, Factors) else add(*gradients)
-
-
-Gradients = tuple[jax.Array, ...] | Factors  # of a prologue's output: their sum, or their product
 
 
 @jax.tree_util.register_dataclass
@@ -129,23 +123,17 @@ class LayerNorm(_Operation):
     def operation(self, x: jax.Array) -> RowOperation:
         return RowOperation("layer_norm", (x, self.scale, self.bias), {"epsilon": self.epsilon})
 
-    def backward(
-        self,
-        x: jax.Array,
-        gradients: Gradients,
-        residual_gradient: jax.Array | None,
-        wanted: Backward,
-    ) -> PrologueGradients:
+    def backward(self, of: Backward) -> PrologueGradients:
         # Not quantized: the residual gradient is added before a layer reads the sum.
         dx, dscale, dbias, y = _run_backward(
             "layer_norm_backward",
-            x,
+            of.x,
             self.scale,
-            gradients,
-            residual_gradient,
-            self.bias if wanted.recompute else None,
+            of.gradients,
+            of.residual_gradient,
+            self.bias if of.recompute else None,
             epsilon=self.epsilon,
-            implementation=wanted.implementation,
+            implementation=of.implementation,
         )
         parameters = LayerNorm(
             dscale.astype(self.scale.dtype), dbias.astype(self.bias.dtype), self.epsilon
@@ -181,23 +169,17 @@ class RMSNorm(_Operation):
         settings = {"epsilon": self.epsilon, "offset": self.offset}
         return RowOperation("rms_norm", (x, self.scale), settings)
 
-    def backward(
-        self,
-        x: jax.Array,
-        gradients: Gradients,
-        residual_gradient: jax.Array | None,
-        wanted: Backward,
-    ) -> PrologueGradients:
+    def backward(self, of: Backward) -> PrologueGradients:
         dx, dscale, y = _run_backward(
             "rms_norm_backward",
-            x,
+            of.x,
             self.scale,
-            gradients,
-            residual_gradient,
+            of.gradients,
+            of.residual_gradient,
             epsilon=self.epsilon,
             offset=self.offset,
-            recompute=wanted.recompute,
-            implementation=wanted.implementation,
+            recompute=of.recompute,
+            implementation=of.implementation,
         )
         parameters = RMSNorm(dscale.astype(self.scale.dtype), self.epsilon, self.offset)
         return PrologueGradients((Operand(dx),), parameters, y)
@@ -222,25 +204,19 @@ class Gelu(_Operation):
     def operation(self, x: jax.Array) -> RowOperation:
         return RowOperation("gelu", (x,), {"approximate": self.approximate})
 
-    def backward(
-        self,
-        x: jax.Array,
-        gradients: Gradients,
-        residual_gradient: jax.Array | None,
-        wanted: Backward,
-    ) -> PrologueGradients:
+    def backward(self, of: Backward) -> PrologueGradients:
         dx, dx_quantized, token_sum, y = _run_backward(
             "gelu_backward",
-            x,
-            _added(gradients),
+            of.x,
+            _added(of.gradients),
             approximate=self.approximate,
-            quantize_to=None if residual_gradient is not None else wanted.quantize_to,
-            recompute=wanted.recompute,
-            implementation=wanted.implementation,
+            quantize_to=None if of.residual_gradient is not None else of.quantize_to,
+            recompute=of.recompute,
+            implementation=of.implementation,
         )
         gradient = Operand(dx, dx_quantized, token_sum=token_sum)
-        if residual_gradient is not None:  # the other forms exclude the residual gradient
-            gradient = Operand(add(dx, residual_gradient))
+        if of.residual_gradient is not None:  # the other forms exclude the residual gradient
+            gradient = Operand(add(dx, of.residual_gradient))
         return PrologueGradients((gradient,), self, y)
 
 
@@ -259,22 +235,16 @@ class Gated(_Operation):
     def operation(self, x: tuple[jax.Array, jax.Array]) -> RowOperation:
         return RowOperation("gated", x, {"activation": self.activation})
 
-    def backward(
-        self,
-        x: tuple[jax.Array, jax.Array],
-        gradients: Gradients,
-        residual_gradient: jax.Array | None,
-        wanted: Backward,
-    ) -> PrologueGradients:
-        del residual_gradient  # no residual connection starts at gate or up
+    def backward(self, of: Backward) -> PrologueGradients:
+        # No residual connection starts at gate or up.
         dgate, dup, *quantized, h = _run_backward(
             "gated_backward",
-            *x,
-            _added(gradients),
+            *of.x,
+            _added(of.gradients),
             activation=self.activation,
-            quantize_to=wanted.quantize_to,
-            recompute=wanted.recompute,
-            implementation=wanted.implementation,
+            quantize_to=of.quantize_to,
+            recompute=of.recompute,
+            implementation=of.implementation,
         )
         return PrologueGradients(tuple(map(Operand, (dgate, dup), quantized)), self, h)
 
@@ -308,7 +278,7 @@ def apply(
 def apply_backward(
     prologue: Prologue | Gated,
     x: Any,
-    gradients: Gradients,
+    gradients: tuple[jax.Array, ...] | Factors,
     residual_gradient: jax.Array | None,
     layer: Layer,
     *,
@@ -317,7 +287,6 @@ def apply_backward(
 ) -> PrologueGradients:
     """Computes the gradients of a prologue; see `backward` of its class."""
     sharding, spec = layer.sharding, input_spec(prologue, layer)
-    wanted = Backward(quantize_to, recompute, layer.implementation)
     of_gradients: Any = (spec,) * len(gradients)
     if isinstance(gradients, Factors):
         of_gradients = Factors(sharding.y, specs_of(gradients.w, sharding.w))  # type: ignore[arg-type]  # specs
@@ -325,7 +294,8 @@ def apply_backward(
     def step(prologue, x, gradients, residual_gradient):
         if isinstance(gradients, Factors):
             gradients = gradients._replace(w=sharding.gather(gradients.w, of_gradients.w))
-        of = prologue.backward(x, gradients, residual_gradient, wanted)
+        arrays = x, gradients, residual_gradient
+        of = prologue.backward(Backward(*arrays, quantize_to, recompute, layer.implementation))
         sums = [dx.token_sum for dx in of.inputs], of.prologue
         totals, parameters = sharding.sum(sums, *sharding.tokens)
         dxs = tuple(dx._replace(token_sum=total) for dx, total in zip(of.inputs, totals))

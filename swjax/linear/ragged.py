@@ -130,16 +130,16 @@ def gated_ragged_mlp(
     check = partial(experts.check, "gated_ragged_mlp")
     for w in (w_gate, w_up):
         recipe = check(x, w, group_sizes, recipe)
-    if experts.shape_of(w_gate) != experts.shape_of(w_up):
+    shape, of_up = weight_array(w_gate).shape, weight_array(w_up).shape
+    if shape != of_up:
         raise ValueError(
-            f"w_gate and w_up must have one shape, got {experts.shape_of(w_gate)} and "
-            f"{experts.shape_of(w_up)}: pass two [e, k, h]"
+            f"w_gate and w_up must have one shape, got {shape} and {of_up}: pass two [e, k, h]"
         )
-    hidden = jax.ShapeDtypeStruct((len(x), experts.shape_of(w_up)[2]), x.dtype)
+    hidden = jax.ShapeDtypeStruct((len(x), shape[2]), x.dtype)
     settings = _settings(check(hidden, w_down, group_sizes, recipe), precision, implementation)
     ws = w_gate, w_up, w_down
     sharding = Sharding(None, ((),), w=Spec(((),) * 3))
-    layers = ragged_rules.MLPLayers(
+    layers = ragged_rules.GatedLayers(
         *(_layer(x, w, sharding, out_dtype=None, **settings) for w in ws)
     )
     return ragged_rules.gated_mlp(*vary_alike(x, ws, group_sizes), layers, activation)

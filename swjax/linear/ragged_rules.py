@@ -58,7 +58,7 @@ def _ragged_backward(layer: Layer, residuals, g):
     ((x, prologue), _, sizes, saved, output), constant = lax.stop_gradient((residuals, g))
     rows: Any  # None after a prologue if no weight gradient reads them
     rows, (w,) = _restored(x, saved, (layer,))
-    lhs = _quantized_gradient(constant, layer)
+    lhs = experts.quantized_gradient(constant, layer)
     dx = experts.input_gradient(lhs, w, sizes, layer)
     dbefore = RaggedInput(dx, None)
     if prologue is not None:
@@ -80,10 +80,6 @@ def _left(rows: Operand) -> jax.Array | QTensor:
     lhs = rows.array if rows.quantized is None else rows.quantized
     assert lhs is not None, "see `quantized_input`"
     return lhs
-
-
-def _quantized_gradient(g: jax.Array, layer: Layer) -> jax.Array | QTensor:
-    return experts.quantize_rows(layer.recipe.dgrad, g, layer.sharding.y, layer)
 
 
 def _restored(
@@ -114,7 +110,7 @@ def _exact_gradients(exact, x, ws, group_sizes, g):
 # --- gate, up, activation, down -----------------------------------------------------------------------
 
 
-class MLPLayers(NamedTuple):
+class GatedLayers(NamedTuple):
     """The layers of `gated_mlp`. They have one recipe."""
 
     gate: Layer
@@ -124,14 +120,14 @@ class MLPLayers(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def gated_mlp(
-    x: jax.Array, ws: Any, group_sizes: jax.Array, layers: MLPLayers, activation: str
+    x: jax.Array, ws: Any, group_sizes: jax.Array, layers: GatedLayers, activation: str
 ) -> jax.Array:
     """See `swjax.gated_ragged_mlp`; `ws` are the weights of gate, up and down."""
     return _mlp_forward(x, ws, group_sizes, layers, activation)[0]
 
 
 @without_interception
-def _mlp_forward(x, ws, group_sizes, layers: MLPLayers, activation: str):
+def _mlp_forward(x, ws, group_sizes, layers: GatedLayers, activation: str):
     rows, weights, sizes = lax.stop_gradient((x, ws, group_sizes))
     fwd = layers.down.recipe.fwd
     quantized = quantized_input(rows, None, layers.gate)
@@ -159,12 +155,12 @@ def _mlp_forward(x, ws, group_sizes, layers: MLPLayers, activation: str):
 
 
 @without_interception
-def _mlp_backward(layers: MLPLayers, activation: str, residuals, g):
+def _mlp_backward(layers: GatedLayers, activation: str, residuals, g):
     inputs = residuals[:3]
     (x, _, sizes, hidden, saved), constant = lax.stop_gradient((residuals, g))
     x, (w_gate, w_up, w_down) = _restored(x, saved, layers)
     dgrad = layers.down.recipe.dgrad
-    lhs = _quantized_gradient(constant, layers.down)
+    lhs = experts.quantized_gradient(constant, layers.down)
     dh = experts.input_gradient(lhs, w_down, sizes, layers.down)
     recompute = layers.down.w_dtype is not None
     dgate, dup, q_gate, q_up, h = dispatch.run(
@@ -189,7 +185,7 @@ def _mlp_backward(layers: MLPLayers, activation: str, residuals, g):
 gated_mlp.defvjp(_mlp_forward, _mlp_backward)
 
 
-def _exact_mlp(layers: MLPLayers, activation: str, x, ws, group_sizes):
+def _exact_mlp(layers: GatedLayers, activation: str, x, ws, group_sizes):
     gate, up = (
         experts.exact_output(x, w, group_sizes, layer) for w, layer in zip(ws[:2], layers[:2])
     )

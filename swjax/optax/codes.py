@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from swjax.optax.tensors import nodes_of
+
 BLOCK = 128
 _LEVELS = 127  # magnitudes of an int8 besides 0
 # The bits of a float32 number as an integer; twice the number has 2^23 more.
@@ -69,8 +71,7 @@ class EightBitMomentsState(NamedTuple):
 
 def has_eight_bits(opt_state: optax.OptState) -> bool:
     """Whether a state has moments in 8 bits."""
-    is_state = lambda x: isinstance(x, EightBitMomentsState)
-    return any(map(is_state, jax.tree.leaves(opt_state, is_leaf=is_state)))
+    return bool(nodes_of(opt_state, EightBitMomentsState))
 
 
 def ranges_of(

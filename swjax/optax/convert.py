@@ -7,7 +7,7 @@ import optax
 from swjax.optax.codes import has_eight_bits
 from swjax.optax.eight_bits import decoded_moments
 from swjax.optax.stable import StableAdamWState, one_minus_power
-from swjax.optax.tensors import path_name
+from swjax.optax.tensors import nodes_of, path_name
 
 
 def from_adamw_state(
@@ -94,8 +94,7 @@ def _require_alike(old, new):
 
 def _only(kind, tree, name):
     """Returns the only node of a kind in a tree."""
-    nodes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
-    found = [node for node in nodes if isinstance(node, kind)]
+    found = nodes_of(tree, kind)
     if len(found) != 1:
         raise ValueError(
             f"{name} must contain one {kind.__name__}, got {len(found)}: pass the state of one optimizer"

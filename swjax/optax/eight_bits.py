@@ -96,7 +96,7 @@ def eight_bit_moments(
                 found.append(x)
                 x = x.codes
             leaves.append(x)
-        ranges = [join([x[i] for x in found], (), jnp.int32) for i in (1, 2)]
+        ranges = [join([x[i] for x in found], jnp.int32) for i in (1, 2)]
         return EightBitMomentsState(count, jax.tree.unflatten(structure, leaves), jnp.stack(ranges))
 
     def init(params):

@@ -87,7 +87,7 @@ def coefficients_of(name: str, steps: int) -> jax.Array:
     return jnp.asarray([table[min(i, len(table) - 1)] for i in range(steps)], jnp.float32)
 
 
-def orthogonalize_all(
+def orthogonalize(
     tree: Any,
     coefficients: jax.Array,
     dtype: jax.typing.DTypeLike = jnp.float32,
@@ -95,11 +95,26 @@ def orthogonalize_all(
     steps: int = 5,
     implementation: str | None = None,
 ) -> Any:
-    """`orthogonalize` for each array of a tree.
+    """Moves the singular values of each matrix near 1, by Newton-Schulz iterations.
+
+    Singular values of at least 0.2 % of the Frobenius norm end between 0.68 and 1.21 with five steps of
+    "quintic", between 0.73 and 1.21 with three of "nonic", and between 0.86 and 1.13 with five of
+    "polar_express".
 
     Arrays of one shape and sharding are stacked, so that few products run, several at a time, so that stacks
     need little memory. If several devices share the work, they share stacks that exist, and each computes one
     of the single matrices.
+
+    Args:
+      tree: of arrays [..., m, n].
+      coefficients: of the terms of degree 1, 3 and 5, or 1, 3, 5, 7 and 9, float32: [terms], or
+        [steps, terms]. See `coefficients_of`.
+      dtype: of the operands of the products.
+      steps: number of iterations.
+      implementation: of `symmetric_product`; None chooses.
+
+    Returns:
+      float32 arrays with these shapes.
     """
     leaves, structure = jax.tree.flatten(tree)
     leaves = [_with_unit_elements(x, dtype) for x in leaves]
@@ -140,35 +155,6 @@ def _stacked_at_a_time(number: int, x: jax.Array, sharing: "_Sharing") -> int:
     # Explicit axes must divide the stack. Padding few matrices would need much memory.
     whole = number > sharing.devices or (sharing.is_explicit and number > sharing.devices // 2)
     return sharing.devices if whole else number
-
-
-def orthogonalize(
-    x: jax.Array,
-    coefficients: jax.Array,
-    dtype: jax.typing.DTypeLike = jnp.float32,
-    *,
-    steps: int = 5,
-    implementation: str | None = None,
-) -> jax.Array:
-    """Moves the singular values of each matrix near 1, by Newton-Schulz iterations.
-
-    Singular values of at least 0.2 % of the Frobenius norm end between 0.68 and 1.21 with five steps of
-    "quintic", between 0.73 and 1.21 with three of "nonic", and between 0.86 and 1.13 with five of
-    "polar_express".
-
-    Args:
-      x: [..., m, n].
-      coefficients: of the terms of degree 1, 3 and 5, or 1, 3, 5, 7 and 9, float32: [terms], or
-        [steps, terms]. See `coefficients_of`.
-      dtype: of the operands of the products.
-      steps: number of iterations.
-      implementation: of `symmetric_product`; None chooses.
-
-    Returns:
-      float32, with the shape of x.
-    """
-    x = _with_unit_elements(x, dtype)
-    return _orthogonalize(x, coefficients, steps=steps, implementation=implementation)
 
 
 @functools.partial(jax.jit, static_argnames="dtype")

@@ -17,7 +17,7 @@ from swjax.optax.newton_schulz import (
     STEPS,
     choose_coefficients,
     coefficients_of,
-    orthogonalize_all,
+    orthogonalize,
 )
 from swjax.optax.stable import stable_adamw
 from swjax.optax.tensors import (
@@ -131,7 +131,12 @@ def muon(
       Amsel et al., "The Polar Express", 2025, https://arxiv.org/abs/2505.16932: the other coefficients.
       Li et al., "NorMuon", 2025, https://arxiv.org/abs/2510.05491: `neuron_b2`.
     """
-    _validate(learning_rate, b1, b2, eps, weight_decay, momentum, dtype)
+    require_learning_rate("muon", learning_rate)
+    for name, value in (("b1", b1), ("b2", b2), ("momentum", momentum)):
+        require_number("muon", name, value, lambda x: 0 <= x < 1, "in [0, 1)")
+    require_number("muon", "eps", eps, lambda x: float(x) >= 2.0**-126, "at least 2^-126 (1.2e-38)")
+    require_number("muon", "weight_decay", weight_decay, lambda x: x >= 0, "at least 0")
+    require_dtype("muon", "dtype", dtype, bits=16)
     _validate_iterations(coefficients, steps, neuron_b2)
     rate = functools.partial(rate_at, "muon", learning_rate)
 
@@ -146,15 +151,13 @@ def muon(
             by_muon = jax.tree.unflatten(structure, [each is not None for each in guessed])
             if block_axes is None:
                 axes = [() if each is None else each.blocks for each in guessed]
-        by_muon = bools_like("matrices", by_muon, params)
-        names = jax.tree_util.tree_map_with_path(
-            _name_of_optimizer,
-            by_muon,
-            params,
-            jax.tree.unflatten(structure, map(_Axes, axes)),
-            jax.tree.unflatten(structure, [each is not None for each in guessed]),
-        )
-        if set(jax.tree.leaves(names)) == {"adamw"}:
+        named = jax.tree_util.tree_leaves_with_path(params)
+        by_muon = jax.tree.leaves(bools_like("matrices", by_muon, params))
+        names = [
+            _name_of_optimizer(path, x, is_matrix, blocks, guess is not None)
+            for (path, x), is_matrix, blocks, guess in zip(named, by_muon, axes, guessed)
+        ]
+        if set(names) == {"adamw"}:
             raise ValueError(
                 f"muon's matrices must name a parameter, got none of {len(axes)}: use "
                 "stable_adamw for AdamW alone, and no wrapper that hides matrices, such as optax.flatten"
@@ -165,15 +168,13 @@ def muon(
 
             They are a function's result, because optax would call a tree that is callable.
             """
-            tree = jax.tree.unflatten(structure, values)
-            choose = lambda own, value: value if own == name else optax.MaskedNode()
-            return lambda _: jax.tree.map(choose, names, tree)
+            pairs = zip(names, values)
+            chosen = [value if own == name else optax.MaskedNode() for own, value in pairs]
+            return lambda _: jax.tree.unflatten(structure, chosen)
 
         decays = resolve_mask(mask, params)
         stacks = [
-            guess or blocks
-            for guess, blocks, name in zip(guessed, axes, jax.tree.leaves(names))
-            if name == "muon"
+            guess or blocks for guess, blocks, name in zip(guessed, axes, names) if name == "muon"
         ]
         of_matrices = optax.chain(
             scale_by_muon(momentum, dtype, stacks, coefficients, steps),
@@ -192,7 +193,8 @@ def muon(
             clip_threshold=math.inf,
             block_axes=part("adamw", axes),
         )
-        return optax.partition({"muon": of_matrices, "adamw": others}, lambda _: names)
+        labels = jax.tree.unflatten(structure, names)
+        return optax.partition({"muon": of_matrices, "adamw": others}, lambda _: labels)
 
     def init(params):
         params = as_arrays(params)
@@ -211,15 +213,6 @@ def muon(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _validate(learning_rate, b1, b2, eps, weight_decay, momentum, dtype):
-    require_learning_rate("muon", learning_rate)
-    for name, value in (("b1", b1), ("b2", b2), ("momentum", momentum)):
-        require_number("muon", name, value, lambda x: 0 <= x < 1, "in [0, 1)")
-    require_number("muon", "eps", eps, lambda x: float(x) >= 2.0**-126, "at least 2^-126 (1.2e-38)")
-    require_number("muon", "weight_decay", weight_decay, lambda x: x >= 0, "at least 0")
-    require_dtype("muon", "dtype", dtype, bits=16)
-
-
 def _validate_iterations(coefficients, steps, neuron_b2):
     if coefficients not in CHOICES:
         raise ValueError(
@@ -234,19 +227,15 @@ def _validate_iterations(coefficients, steps, neuron_b2):
         require_number("muon", "neuron_b2", neuron_b2, lambda x: 0 <= x < 1, "in [0, 1), or None")
 
 
-class _Axes(tuple):
-    """The block axes of a parameter, as a leaf of a tree."""
-
-
 def _name_of_optimizer(
-    path: tuple, by_muon: bool, x: jax.Array, axes: _Axes, is_guessed: bool
+    path: tuple, x: jax.Array, by_muon: bool, axes: tuple[int, ...], is_guessed: bool
 ) -> str:
     if not by_muon:
         return "adamw"
     if not is_guessed and jnp.ndim(x) - len(axes) != 2 and (axes or jnp.ndim(x) != 3):
         raise ValueError(
             f"muon needs two axes [m, n] and block axes, got {path_name(path)!r} of shape "
-            f"{jnp.shape(x)} with block axes {tuple(axes)}: name the axes of its stack in `block_axes`, or "
+            f"{jnp.shape(x)} with block axes {axes}: name the axes of its stack in `block_axes`, or "
             "set it to False in `matrices`"
         )
     if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -314,7 +303,7 @@ def scale_by_muon(
         leaves = [
             each.restore(x * (SCALE * math.sqrt(max(x.shape[-2:]))), before.shape)
             for x, each, before in zip(
-                orthogonalize_all(in_front, chosen, dtype, steps=steps), axes, leaves
+                orthogonalize(in_front, chosen, dtype, steps=steps), axes, leaves
             )
         ]
         updates = jax.tree.unflatten(structure, leaves)

@@ -13,6 +13,7 @@ from swjax.optax.tensors import (
     TensorValues,
     blocks_by_name,
     leaves_by_name,
+    nodes_of,
     resolve_block_axes,
 )
 
@@ -38,8 +39,7 @@ def rms_by_path(opt_state: optax.OptState) -> dict[str, jax.Array]:
     >>> {path: float(rms) for path, rms in rms_by_path(state).items()}
     {'layer/bias': 1.0, 'layer/kernel': 1.0}
     """
-    nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, StableAdamWState))
-    found = [node.rms.by_path() for node in nodes if isinstance(node, StableAdamWState)]
+    found = [state.rms.by_path() for state in nodes_of(opt_state, StableAdamWState)]
     if not found:
         raise ValueError(
             "opt_state contains no StableAdamW state, so no RMS: pass the state of swjax.optax.stable_adamw"
@@ -91,9 +91,7 @@ def adamw_rms_by_path(
     >>> {path: round(float(rms), 6) for path, rms in adamw_rms_by_path(state, params).items()}
     {'layer/bias': 1.0, 'layer/kernel': 1.0}
     """
-    opt_state = decoded_moments(opt_state)
-    nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, optax.ScaleByAdamState))
-    states = [node for node in nodes if isinstance(node, optax.ScaleByAdamState)]
+    states = nodes_of(decoded_moments(opt_state), optax.ScaleByAdamState)
     if not states:
         raise ValueError(
             "opt_state must contain an optax.ScaleByAdamState, got none: pass the state of optax.adamw"

@@ -18,6 +18,7 @@ from swjax.optax.tensors import (
     TensorValues,
     as_arrays,
     blocks_by_name,
+    nodes_of,
     require_shapes,
     resolve_block_axes,
 )
@@ -349,6 +350,5 @@ def _find(opt_state, *kinds):
 
 
 def _all(opt_state, kinds) -> list:
-    nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, kinds))
-    own = [node for node in nodes if isinstance(node, kinds)]
+    own = nodes_of(opt_state, *kinds)
     return own + [inner for node in own for inner in _all(node.inner, kinds)]

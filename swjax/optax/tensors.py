@@ -29,6 +29,16 @@ def path_name(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
+def nodes_of(tree: Any, *kinds: type) -> list[Any]:
+    """The nodes of some types in a tree, such as the state of an optimizer; not those inside of others.
+
+    >>> nodes_of([{"a": 1}, 2], dict)
+    [{'a': 1}]
+    """
+    nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kinds))
+    return [node for node in nodes if isinstance(node, kinds)]
+
+
 def as_arrays(tree: Any) -> Any:
     """The tree with Python and NumPy scalars converted to arrays; shapes without values are unchanged."""
     return jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), tree)
@@ -176,7 +186,7 @@ class TensorValues(NamedTuple):
         cls, blocks: Blocks, values: Sequence[jax.Array], dtype: jax.typing.DTypeLike
     ) -> "TensorValues":
         """Concatenates the values of the tensors, each with the shape of its blocks."""
-        return cls(join([x.astype(dtype) for x in values], (), dtype), blocks)
+        return cls(join([x.astype(dtype) for x in values], dtype), blocks)
 
     def by_path(self) -> dict[str, jax.Array]:
         """The values by name, each a scalar or an array with the shape of the blocks.
@@ -248,15 +258,13 @@ def leaves_by_name(tree: Any) -> dict[str, Any]:
     return named
 
 
-def join(
-    arrays: Sequence[jax.Array], shape: tuple[int, ...], dtype: jax.typing.DTypeLike
-) -> jax.Array:
-    """Concatenates arrays of entries: each [..., *shape] becomes [entries, *shape] first.
+def join(arrays: Sequence[jax.Array], dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Concatenates the elements of arrays of this dtype.
 
     The result is replicated, because explicit meshes concatenate only arrays with equal sharding.
     """
-    flat = [_replicate(x).reshape(-1, *shape) for x in arrays]
-    return jnp.concatenate(flat) if flat else jnp.zeros((0, *shape), dtype)
+    flat = [_replicate(x).reshape(-1) for x in arrays]
+    return jnp.concatenate(flat) if flat else jnp.zeros(0, dtype)
 
 
 def _replicate(x: jax.Array) -> jax.Array:

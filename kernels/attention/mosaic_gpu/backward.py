@@ -29,8 +29,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from swjax.kernels import tiles
 from swjax.kernels.attention.mosaic_gpu import backward_heads
 from swjax.kernels.attention.mosaic_gpu.backward_copies import allocate, shared_memory
-from swjax.kernels.attention.mosaic_gpu.backward_heads import ROWS, Heads
+from swjax.kernels.attention.mosaic_gpu.backward_heads import Heads
 from swjax.kernels.attention.mosaic_gpu.backward_products import BackwardWork
+from swjax.kernels.attention.mosaic_gpu.forward_scratch import LOG2_E, ROWS, line
 from swjax.kernels.attention.tiles import LONGEST_SEQUENCE
 from swjax.kernels.availability import Unavailable
 from swjax.kernels.mosaic_gpu import pipeline
@@ -54,22 +55,15 @@ def attention_backward(
     gradient: jax.Array,
     *,
     causal: bool = False,
-    multiprocessors: int | None = None,
-    interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`reference.attention_backward`, for the arrays that `why_not` accepts.
-
-    Args:
-      q, k, v, out, lse, gradient, causal: of the operation.
-      multiprocessors, interpret: for tests.
-    """
+    """`reference.attention_backward`, for the arrays that `why_not` accepts."""
     _, tokens, _, width = q.shape
-    blocks = multiprocessors or tiles.multiprocessors()
+    blocks = tiles.multiprocessors()
     slots = 2 if shared_memory(tokens, width, 2) <= SHARED_MEMORY else 1
     padded = backward_heads.padded(tokens)
 
     def attention_backward_kernel(q, k, v, out, g, lse, dq, dk, dv, scratch):
-        heads = Heads(q.shape, blocks, lax.axis_index("block"), interpret is not None)
+        heads = Heads(q.shape, blocks, lax.axis_index("block"))
         work = BackwardWork(heads, q, k, v, out, g, lse, dq, dk, dv, scratch, slots, causal)
         pipeline.specialize(work.copy, work.compute, REGISTERS)
 
@@ -79,11 +73,10 @@ def attention_backward(
         (like_q,) * 3,
         allocate(tokens, width, slots, q.dtype),
         blocks=blocks,
-        interpret=interpret,
         compiler=COMPILER,
     )
     padding = ((0, 0), (0, 0), (0, padded - tokens))
-    lse = jnp.pad(lse * jnp.float32(backward_heads.LOG2_E), padding, constant_values=jnp.inf)
+    lse = jnp.pad(lse * jnp.float32(LOG2_E), padding, constant_values=jnp.inf)
     return run(q, k, v, out, gradient, lse)
 
 
@@ -95,7 +88,7 @@ def why_not(q: jax.Array, *_: Any, **__: Any) -> Unavailable | None:
             f"supports sequences of more than {ROWS} tokens, got {tokens}: use 'triton'"
         )
     beyond = backward_heads.cut(tokens)[0] * ROWS > tokens  # the last tile ends past the sequence
-    if heads == 1 and width != backward_heads.line(width) and beyond:
+    if heads == 1 and width != line(width) and beyond:
         return Unavailable(f"supports several heads of {width} features, got one: use 'triton'")
     if tokens > LONGEST_SEQUENCE or shared_memory(tokens, width, 1) > SHARED_MEMORY:
         return Unavailable(

@@ -10,7 +10,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from swjax.kernels.attention.mosaic_gpu import backward_heads
-from swjax.kernels.attention.mosaic_gpu.backward_heads import GROUP, ROWS, Heads
+from swjax.kernels.attention.mosaic_gpu.backward_heads import Heads
+from swjax.kernels.attention.mosaic_gpu.forward_scratch import (
+    ROWS,
+    SWIZZLE_TOKENS,
+    line,
+    row_buffer,
+)
 from swjax.kernels.mosaic_gpu.pipeline import COMPUTE, Ref, swizzled
 
 
@@ -56,12 +62,12 @@ class BackwardScratch(NamedTuple):
 def allocate(tokens: int, width: int, slots: int, dtype: jax.typing.DTypeLike) -> BackwardScratch:
     """Describes the buffers."""
     span, padded = backward_heads.span(tokens), backward_heads.padded(tokens)
-    tile = GROUP, backward_heads.line(width)
+    tile = SWIZZLE_TOKENS, line(width)
     whole, rest = backward_heads.cut(tokens)
     tiles = slots * (whole + (rest > 0))
     operand = swizzled((slots, span, width), dtype, tile)
     strips = swizzled((COMPUTE, width, ROWS), dtype, tile)
-    rows = backward_heads.rows_of(width, dtype)
+    rows = row_buffer(width, dtype)
     full = plgpu.Barrier(num_barriers=tiles, num_arrivals=2 * backward_heads.copies(width))
     return BackwardScratch(
         q=operand,
@@ -120,7 +126,7 @@ class Copies:
     Attributes:
       heads: the heads of the block.
       q, k, v, out, g, dq, dk, dv: [b, t, h, d].
-      lse: [b, h, padded], times LOG2_E; infinite past the end of the sequence.
+      lse: [b, h, padded], times log2(e); infinite past the end of the sequence.
       scratch: shared memory.
       slots: number of heads in shared memory.
       causal: whether a query sees only its own key and those before it.

@@ -8,7 +8,6 @@ there, unless the array is contiguous over sequences: Mosaic clips copies at the
 """
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,15 +17,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from swjax.kernels.attention.mosaic_gpu.forward_scratch import ROWS, STEP, SWIZZLE_TOKENS, line
 from swjax.kernels.mosaic_gpu import pipeline
-from swjax.kernels.mosaic_gpu.pipeline import COMPUTE, Ref, swizzled
+from swjax.kernels.mosaic_gpu.pipeline import COMPUTE, Ref
 
 Rows = slice | pl.Slice
-
-ROWS = 64  # of a product
-GROUP = 8  # rows of a swizzled tile
-STEP = 16  # tokens, or features, of one step of a product
-LOG2_E = math.log2(math.e)
 
 
 @dataclass(frozen=True)
@@ -36,13 +31,11 @@ class Heads:
     Attributes:
       shape: (b, t, h, d).
       blocks, block: number of blocks of threads, and the number of this one.
-      interpreted: whether Pallas's interpreter runs the kernel.
     """
 
     shape: tuple[int, ...]
     blocks: int
     block: jax.Array
-    interpreted: bool
 
     @property
     def tokens(self) -> int:
@@ -111,12 +104,12 @@ class Heads:
         example, number = self.place(head)
 
         def copy(group, groups):
-            tokens = pl.ds(group * GROUP, groups * GROUP)
+            tokens = pl.ds(group * SWIZZLE_TOKENS, groups * SWIZZLE_TOKENS)
             view = self._lines(to, slot, group, groups)
             plgpu.copy_gmem_to_smem(source.at[example, tokens, number], view, full)
 
-        first = tile * (ROWS // GROUP) + 0 * head
-        groups = self.columns(tile)[1] // GROUP
+        first = tile * (ROWS // SWIZZLE_TOKENS) + 0 * head
+        groups = self.columns(tile)[1] // SWIZZLE_TOKENS
         if self.line == self.width:
             copy(first, groups)
             return
@@ -129,36 +122,23 @@ class Heads:
 
         A copy that tiles rows would need a whole number of tiles in the sequence.
         """
-        if self.interpreted:
-            return ref.at[slot, pl.ds(group * GROUP, groups * GROUP)]
         swizzle: Any = plgpu.SwizzleTransform
         tiling: Any = plgpu.TilingTransform
         unswizzle = swizzle(2 * self.line).undo(None)
         if self.line == self.width:
-            view = ref.ref.at[slot, pl.ds(group, groups)]  # [groups, 1, GROUP, line]
-            view = view.reshape(groups * GROUP, self.line)
+            view = ref.ref.at[slot, pl.ds(group, groups)]  # [groups, 1, SWIZZLE_TOKENS, line]
+            view = view.reshape(groups * SWIZZLE_TOKENS, self.line)
             return dataclasses.replace(view, transforms=(*view.transforms, unswizzle))
-        view = ref.ref.at[slot, group]  # [width / line, GROUP, line]
+        view = ref.ref.at[slot, group]  # [width / line, SWIZZLE_TOKENS, line]
         view = dataclasses.replace(view, transforms=(*view.transforms, unswizzle))
         view = view.transpose((1, 0, 2))
         untile = tiling((self.line,)).undo(None)
         return dataclasses.replace(view, transforms=(*view.transforms, untile))
 
 
-def line(width: int) -> int:
-    """Number of features of a swizzled line in shared memory."""
-    return 64 if width % 64 == 0 else STEP
-
-
 def copies(width: int) -> int:
     """Number of copies of a tile."""
-    return 1 if line(width) == width else ROWS // GROUP
-
-
-def rows_of(width: int, dtype: jax.typing.DTypeLike) -> Any:
-    """Shared memory for ROWS rows of each compute warpgroup, which are copied at once."""
-    shape = (COMPUTE, ROWS, width)
-    return swizzled(shape, dtype, (1, width)) if width == 64 else plgpu.SMEM(shape, dtype)
+    return 1 if line(width) == width else ROWS // SWIZZLE_TOKENS
 
 
 def features(width: int) -> list[int]:

@@ -21,13 +21,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from swjax.kernels.attention.mosaic_gpu import backward_heads
 from swjax.kernels.attention.mosaic_gpu.backward_copies import Copies, Slot
-from swjax.kernels.attention.mosaic_gpu.backward_heads import (
-    LOG2_E,
-    ROWS,
-    STEP,
-    Rows,
-    store,
-)
+from swjax.kernels.attention.mosaic_gpu.backward_heads import Rows, store
+from swjax.kernels.attention.mosaic_gpu.forward_scratch import LOG2_E, ROWS, STEP
 from swjax.kernels.mosaic_gpu import pipeline
 from swjax.kernels.mosaic_gpu.pipeline import COMPUTE, Ref, iota, load_as
 

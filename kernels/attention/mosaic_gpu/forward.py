@@ -14,7 +14,6 @@ the other the odd ones. For each tile a warpgroup
 With turns, one warpgroup computes exponentials while the other one multiplies.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,6 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from swjax.kernels import tiles
 from swjax.kernels.attention.mosaic_gpu import forward_scratch
 from swjax.kernels.attention.mosaic_gpu.forward_scratch import (
+    LOG2_E,
     ROWS,
     SLOTS,
     SWIZZLE_TOKENS,
@@ -40,7 +40,6 @@ from swjax.kernels.mosaic_gpu.pipeline import COMPUTE, Ref
 # into registers, and whose buffers fit into shared memory. With a causal mask registers spill at 257 tokens.
 # For shorter sequences Triton's kernel is faster, which skips tiles of hidden scores.
 LENGTHS = {False: (96, 265), True: (128, 200)}
-LOG2_E = math.log2(math.e)
 
 
 class Tile(NamedTuple):
@@ -341,25 +340,14 @@ def attention(
     v: jax.Array,
     *,
     causal: bool = False,
-    multiprocessors: int | None = None,
-    interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes `reference.attention` for the arrays that `why_not` accepts.
+    """`reference.attention`, for the arrays that `why_not` accepts.
 
     An infinity or NaN in v can also make outputs of the examples before and after its own NaN: see
     `forward_scratch`.
-
-    Args:
-      q, k, v: [b, t, h, d] in bfloat16 or float16.
-      causal: as in the operation.
-      multiprocessors: number of blocks of threads, for tests; None: the GPU's number of multiprocessors.
-      interpret: parameters of Pallas's interpreter, for tests, or None.
-
-    Returns:
-      (out [b, t, h, d] in the dtype of q, lse float32 [b, h, t]).
     """
     batch, tokens, heads, width = q.shape
-    blocks = multiprocessors or tiles.multiprocessors()
+    blocks = tiles.multiprocessors()
 
     def attention_forward_kernel(q, k, v, out, lse, scratch):
         block = lax.axis_index("block")
@@ -376,7 +364,6 @@ def attention(
         types,
         buffers,
         blocks=blocks,
-        interpret=interpret,
         compiler={"approx_math": True},
     )
     out, lse = run(*(x.reshape(batch * tokens, heads * width) for x in (q, k, v)))

@@ -21,7 +21,10 @@ from swjax.kernels.mosaic_gpu.pipeline import COMPUTE, Ref, swizzled
 
 ROWS = 64  # queries that a warpgroup computes at a time: the rows of a wgmma product
 SWIZZLE_TOKENS = 8  # tokens of a swizzled tile of keys or values
-STEP = 16  # length of a wgmma product of 16 bits along its contracted axis
+STEP = (
+    16  # tokens, or features, of one step of a wgmma product of 16 bits along its contracted axis
+)
+LOG2_E = math.log2(math.e)
 SLOTS = 2  # number of heads whose keys and values are in shared memory
 
 
@@ -79,7 +82,7 @@ def copied_keys(tokens: int) -> int:
 
 
 def line(width: int) -> int:
-    """Returns the number of features per line, a row of a swizzled tile, of keys and values.
+    """Returns the number of features per line, a row of a swizzled tile.
 
     Lines of 64 features (128 bytes) are the fastest to copy. They need heads that start at a multiple of 64
     features; heads of 80 features start at a multiple of STEP.
@@ -102,7 +105,7 @@ def value_pieces(keys: int, width: int) -> list[tuple[int, int, int]]:
 
 
 def row_buffer(width: int, dtype: jax.typing.DTypeLike) -> Any:
-    """Describes shared memory for ROWS queries or outputs of each warpgroup, which start at any token."""
+    """Describes shared memory for ROWS tokens of each warpgroup, which start at any token."""
     shape = (COMPUTE, ROWS, width)
     if line(width) == width:
         return swizzled(shape, dtype, (1, width))

@@ -243,10 +243,10 @@ def attention_backward(
     gradient: jax.Array,
     *,
     causal: bool = False,
-    tile: tiles.AttentionTile = tiles.BACKWARD,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`reference.attention_backward`."""
     batch, _, heads, _ = q.shape
+    tile = tiles.BACKWARD
     constants = head_constants(q, tile, causal)
     span = constants["BLOCKS"] * tile.rows + constants["REST"]
     like_q, like_lse = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, lse))

@@ -143,16 +143,11 @@ def _attention_kernel(
 
 
 def attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    *,
-    causal: bool = False,
-    tile: tiles.AttentionTile | None = None,
+    q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool = False
 ) -> tuple[jax.Array, jax.Array]:
     """`reference.attention`."""
     batch, tokens, heads, _ = q.shape
-    tile = tile or tiles.forward_tile(tokens)
+    tile = tiles.forward_tile(tokens)
     return launcher.call(
         q,
         k,

@@ -40,29 +40,50 @@ class ProductRefs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class MatmulSpec:
-    """The sizes of a product.
+class Tiling:
+    """How blocks of threads share the tiles of a product [m, n].
 
     Attributes:
-      m, n, k: sizes of a [m, k] and b [n, k].
+      m: number of rows.
       grid: rows and columns of tiles in the output; the tiles of a cluster count as one.
       blocks: clusters of blocks that share the tiles.
       cluster: 2 if two blocks, whose tiles are adjacent rows, share their tile of b: the cluster loads it
         once (multicast).
       tile: how the kernel cuts its work.
+    """
+
+    m: int
+    grid: tuple[int, int]
+    blocks: int
+    cluster: int
+    tile: Any
+
+
+def tiling(m: int, n: int, columns: int, tile: Any) -> dict[str, Any]:
+    """The fields of the `Tiling` of a product [m, n], whose tiles have some columns."""
+    cluster = 2 if m > TILE_M else 1
+    return {
+        "m": m,
+        "grid": (pl.cdiv(m, TILE_M * cluster), pl.cdiv(n, columns)),
+        "blocks": tiles.multiprocessors() // cluster,
+        "cluster": cluster,
+        "tile": tile,
+    }
+
+
+@dataclass(frozen=True)
+class MatmulSpec(Tiling):
+    """The sizes of a product.
+
+    Attributes:
+      k: length of the sums.
       out_dtype: dtype of the result.
       per_tensor: whether b has one scale.
       bias: whether a bias is added.
       addend: whether an array [m, n] is added.
     """
 
-    m: int
-    n: int
     k: int
-    grid: tuple[int, int]
-    blocks: int
-    cluster: int
-    tile: MosaicTile
     out_dtype: str
     per_tensor: bool
     bias: bool
@@ -70,10 +91,10 @@ class MatmulSpec:
 
 
 class TiledWork:
-    """The base of `MatmulWork` and `MatmulSumWork`: finds tiles, copies their operands, multiplies.
+    """The base of works on tiles of a product: finds tiles, copies their operands, multiplies.
 
     Attributes:
-      spec: sizes, with the attributes `m`, `grid`, `blocks`, `cluster` and `tile` of `MatmulSpec`.
+      spec: a `Tiling`.
       columns: number of columns of a tile.
     """
 
@@ -209,7 +230,6 @@ class MatmulWork(TiledWork):
             partial(self.scaled, unit, total),
             self.scratch.out.at[half],
             self.out.at[self.area(unit, half)],
-            self.piece,
             add=self.spec.addend,
         )
 
@@ -240,27 +260,19 @@ def matmul(
     out_dtype: str,
     contract: tuple[int, int] = (-1, -1),
     tile: MosaicTile | None = None,
-    multiprocessors: int | None = None,
-    interpret: Any = None,
 ) -> jax.Array:
     """`reference.matmul`, for rows a multiple of 8, k of 128, and n of 64 and above 64 (32 in float32)."""
     a, b = (q.T if axis == 0 else q for q, axis in zip((a, b), contract))
     k = a.values.shape[-1]
     m, n = a.values.size // k, b.values.shape[0]
-    cluster = 2 if m > TILE_M else 1
     # The kernel adds arrays of 16 bits with the dtype of the result, through the same buffers.
     fused = addend if addend is not None and fits_buffers(addend, out_dtype) else None
     tile = tile or mosaic_tile(n, k)
     if fused is not None:  # memory of a slot serves the addend
         tile = replace(tile, stages=min(tile.stages, 3))
     spec = MatmulSpec(
-        m=m,
-        n=n,
+        **tiling(m, n, TILE_N, tile),
         k=k,
-        grid=(pl.cdiv(m, TILE_M * cluster), pl.cdiv(n, TILE_N)),
-        blocks=(multiprocessors or tiles.multiprocessors()) // cluster,
-        cluster=cluster,
-        tile=tile,
         out_dtype=out_dtype,
         per_tensor=b.scale.size == 1,
         bias=bias is not None,
@@ -276,9 +288,8 @@ def matmul(
         rings=[((TILE_M, LINE), a.values.dtype), ((TILE_N, LINE), b.values.dtype)],
         stages=spec.tile.stages,
         blocks=spec.blocks,
-        cluster=cluster,
+        cluster=spec.cluster,
         addend=spec.addend,
-        interpret=interpret,
     )(_inputs(spec, a, b, bias, fused))
     y = y.reshape(*a.values.shape[:-1], n)
     if addend is None or fused is not None:
@@ -311,16 +322,14 @@ def _inputs(
         a_scale=padded(a_scale, rows if spec.m % HALF else spec.m),
         b_scale=b.scale.reshape(-1) if spec.per_tensor else padded(b.scale, columns),
         bias=jnp.zeros(1) if bias is None else padded(bias, columns),
-        addend=jnp.zeros(1) if addend is None else addend.reshape(spec.m, spec.n),
+        addend=jnp.zeros(1) if addend is None else addend.reshape(spec.m, -1),
     )
 
 
 def why_not(
     a: QTensor,
     b: QTensor,
-    bias: jax.Array | None = None,
-    addend: jax.Array | None = None,
-    *,
+    *_: jax.Array | None,
     out_dtype: str | None = None,
     contract: tuple[int, int] = (-1, -1),
     remedy: str = "triton",
@@ -331,6 +340,5 @@ def why_not(
     k, n = a.values.shape[contract[0]], b.values.size // b.values.shape[contract[1]]
     piece = pipeline.piece_of(out_dtype or "bfloat16")
     lengths = {"rows": (a.values.size // k, 8), "k": (k, 128), "n": (n, piece)}
-    if reason := pipeline.why_not_multiples(lengths, remedy=remedy):
-        return reason
-    return pipeline.why_not_columns(n, piece, remedy)
+    multiples = pipeline.why_not_multiples(lengths, remedy)
+    return multiples or pipeline.why_not_columns(n, piece, remedy)

@@ -3,21 +3,20 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from swjax.kernels import tiles
 from swjax.kernels.availability import Unavailable
 from swjax.kernels.formats import QTensor
 from swjax.kernels.mosaic_gpu import pipeline
 from swjax.kernels.mosaic_gpu.pipeline import HALF, LINE, TILE_M, Ref, Scratch, SumSteps
-from swjax.kernels.products.mosaic_gpu.product import TiledWork
+from swjax.kernels.products.mosaic_gpu.product import TiledWork, Tiling, tiling
 from swjax.kernels.products.mosaic_gpu.product import why_not as why_not_product
-from swjax.kernels.products.tiles import PRODUCT_SUM_TILE, MosaicTile
+from swjax.kernels.products.tiles import PRODUCT_SUM_TILE
 
 # A thread holds two sums of each element, that of a product and that of all products: 80 and 80 registers.
 # With 192 columns registers spill, and with 128 the kernel is 8% slower: benchmarks/notes/speed.md.
@@ -42,21 +41,14 @@ class ProductSumRefs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class MatmulSumSpec:
+class MatmulSumSpec(Tiling):
     """The sizes of a sum of products.
 
     Attributes:
-      m: number of rows.
       steps: number of steps of one product along the contracted axis.
-      grid, blocks, cluster, tile: see `product.MatmulSpec`.
     """
 
-    m: int
     steps: int
-    grid: tuple[int, int]
-    blocks: int
-    cluster: int
-    tile: MosaicTile
 
 
 @dataclass(frozen=True)
@@ -102,8 +94,7 @@ class MatmulSumWork(TiledWork):
         return lax.fori_loop(0, len(self.inputs.a), add_product, pipeline.zeros((HALF, COLUMNS)))
 
     def store(self, unit: jax.Array, total: jax.Array, half: jax.Array) -> None:
-        pieces, to = lambda at: total[:, at : at + PIECE], self.out.at[self.area(unit, half)]
-        pipeline.store_tile(pieces, self.scratch.out.at[half], to, PIECE)
+        pipeline.store_tile(total, self.scratch.out.at[half], self.out.at[self.area(unit, half)])
 
 
 def matmul_sum(
@@ -112,33 +103,23 @@ def matmul_sum(
     *,
     out_dtype: str,
     contract: tuple[int, int] = (-1, -1),
-    tile: MosaicTile = PRODUCT_SUM_TILE,
-    multiprocessors: int | None = None,
-    interpret: Any = None,
 ) -> jax.Array:
     """`reference.matmul_sum`, for rows a multiple of 8, k of 128, and n of 64 and above 64 (32 in float32).
 
-    Args:
-      a: [..., k] each, of equal shapes.
-      b: [n, k] each, of equal shapes, each with one scale.
-      out_dtype: dtype of the result.
-      contract: see `reference.matmul`.
-      tile, multiprocessors, interpret: for tests.
+    Each of a, and each of b, has the same shape, and each b one scale.
     """
     a, b = (
         tuple(q.T if axis == 0 else q for q in operands) for operands, axis in zip((a, b), contract)
     )
     shape, k = a[0].values.shape[:-1], a[0].values.shape[-1]
     m, n = math.prod(shape), b[0].values.shape[0]
-    cluster = 2 if m > TILE_M else 1
-    grid = pl.cdiv(m, TILE_M * cluster), pl.cdiv(n, COLUMNS)
-    blocks = (multiprocessors or tiles.multiprocessors()) // cluster
-    spec = MatmulSumSpec(m, pl.cdiv(k, LINE), grid, blocks, cluster, tile)
+    of_tiles = tiling(m, n, COLUMNS, PRODUCT_SUM_TILE)
+    spec = MatmulSumSpec(**of_tiles, steps=pl.cdiv(k, LINE))
 
     def matmul_sum_kernel(inputs, out, scratch):
         pipeline.run(MatmulSumWork(spec, inputs, out, scratch, lax.axis_index("block")), scratch)
 
-    rows = grid[0] * cluster * TILE_M if m % HALF else m
+    rows = spec.grid[0] * spec.cluster * TILE_M if m % HALF else m
     a_scale = jnp.stack([jnp.broadcast_to(q.scale.reshape(-1), (m,)) for q in a])
     inputs = ProductSumRefs(
         a=tuple(q.values.reshape(m, k) for q in a),
@@ -150,11 +131,10 @@ def matmul_sum(
         matmul_sum_kernel,
         jax.ShapeDtypeStruct((m, n), out_dtype),
         rings=[((TILE_M, LINE), a[0].values.dtype), ((COLUMNS, LINE), b[0].values.dtype)],
-        stages=tile.stages,
-        blocks=blocks,
-        cluster=cluster,
+        stages=spec.tile.stages,
+        blocks=spec.blocks,
+        cluster=spec.cluster,
         piece=PIECE,
-        interpret=interpret,
     )(inputs)
     return y.reshape(*shape, n)
 
