@@ -45,14 +45,8 @@ def open_source(config: ConfigDict, split: str) -> Any:
     if split != "train":
         raise ConfigError(
             "config.eval.data='' but a mixture has no val and test splits: name the data set to "
-            f"evaluate on, {', '.join(c.mixture)} or another"
+            f"evaluate on, {', '.join([*c.mixture, 'or another'])}"
         )
-    for part, settings in c.mixture.items():
-        if not {"name", "weight"} <= set(settings):
-            raise ConfigError(
-                f"config.data.mixture.{part} needs the keys name and weight; it has "
-                f"{', '.join(settings)}"
-            )
     parts = {part: (open_part(c, part, split), c.mixture[part].weight) for part in c.mixture}
     with blame("data.mixture"):
         return data.Mixture(parts)
