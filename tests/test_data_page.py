@@ -30,7 +30,6 @@ def test_what_the_page_shows_runs(tmp_path, monkeypatch):
     with pytest.raises(config_lib.ConfigError, match="name the data set to evaluate on, own, web"):
         inputs.open_source(config, "val")
     for part, message in (
-        ({"name": "table"}, "mixture.web needs the keys name and weight; it has name"),
         ({"name": "table", "weight": 1.0}, "web.splits.train is empty: name the data to train on"),
         ({"name": "tabel", "weight": 1.0}, "there is no data set 'tabel'"),
         ({"name": "table", "weight": 1.0, "splits": {"train": "own.csv"}, "key": ""}, "options of"),
@@ -44,6 +43,9 @@ def test_what_the_page_shows_runs(tmp_path, monkeypatch):
             inputs.open_source(config, "train")
         assert "\n" not in str(caught.value)
     config.eval.data = "web"
+    config.data.mixture = {"web": {"weight": 1.0}}
+    with pytest.raises(config_lib.ConfigError, match="web needs the keys name and weight; it has"):
+        config_lib.validate(config, batch_shards=1)
     for part, message in (
         ({"splits": {"tset": "own.csv"}}, "web.splits='tset' is unknown: did you mean 'test'"),
         ({"splits": "own.csv"}, "web.splits='own.csv' must be a dict: write {'train': 'own.csv'}"),

@@ -135,6 +135,16 @@ def test_an_optimizer_state_without_elements_is_saved(micro, tmp_path):
     assert Checkpoints(tmp_path, keep=0).latest_step() == 6
 
 
+def test_a_run_goes_on_with_other_data_from_their_start(reference, micro, tmp_path):
+    """Messages and docs say how; with another number of examples it was refused."""
+    as_interrupted(reference[1], tmp_path / "first")
+    resume = {"checkpoint__resume": str(tmp_path / "first")}
+    config = micro(**resume, data__synthetic__examples=24)
+    assert train(config, tmp_path / "second") == 0
+    _, position = final_state(config, tmp_path / "second")
+    assert (position["examples"], position["taken"]) == (24, [2 * 8])
+
+
 @pytest.mark.release
 def test_resume_goes_on_with_another_workdirs_run(reference, micro, tmp_path, monkeypatch):
     _, workdir = reference

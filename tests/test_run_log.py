@@ -202,6 +202,9 @@ def test_throughput_counts_training_only(micro, monkeypatch):
     with closing(Timing(10, setup_lib.model_config(micro()))) as timing:
         now += 20  # the time of compilation
         assert timing.restart() == 20
+        now += 30
+        timing.lap("evaluation")  # of a run that resumes; the lap began before the window
+        assert timing.restart() == 0
         now += 1
         assert set(timing.window().values()) == {None}
         with timing.waiting():

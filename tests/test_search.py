@@ -91,7 +91,7 @@ def test_the_pictures_of_a_run(weights, photos, tmp_path, monkeypatch):
     config = run_config(table, tmp_path)
     (run / "config.json").write_text(config)
     pictures = search_lib.Split(str(run), "test")
-    assert len(pictures) == 7 and pictures.name(0) == "picture <0>"
+    assert len(pictures) == 7 and pictures.name(0) == f"{photos}/0/<0>.jpg"
     (row,) = search(inference.load(weights), ["picture"], pictures, count=7)
     assert sorted(each.number for each in row) == list(range(7))
     with pytest.raises(ValueError, match=r"has no split 'val': pass --split or --pictures"):
@@ -112,7 +112,7 @@ def test_a_picture_of_a_run_that_cannot_be_read_is_skipped(weights, photos, tmp_
     (run / "config.json").write_text(run_config(table, tmp_path))
     pictures = search_lib.Split(str(run), "test")
     (row,) = search(inference.load(weights), ["picture"], pictures)
-    assert [each.name for each in row] == ["good"]
+    assert [each.name for each in row] == [str(good)]
     error = capsys.readouterr().err
     assert (
         error.startswith(f"swjax search: skipped {bad}: ") and "more than 67108864 pixels" in error

@@ -382,6 +382,33 @@ def test_mistakes_of_the_command_are_one_line(flags, message, capsys):
     assert message in captured.err and captured.err.count("\n") == 1 and not captured.out
 
 
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ({"mixture.own.splits.val": "v.csv", "mixture.own.weight": "2"}, "no checkpoint"),
+        ({"name": "parquet", "parquet.splits.val": "v.parquet"}, "no checkpoint"),
+        ({"mixture.own.wieght": "2"}, "did you mean 'weight'?"),
+        ({"mixture.web.weight": "2"}, "because 'own' is scored: change config.data.mixture.own"),
+        ({"tfds.builder": "coco_captions"}, "because 'own' is scored"),
+        ({"table.splits.val": "v.csv"}, "because 'own' is scored"),
+    ],
+)
+def test_overrides_of_a_run_on_a_mixture(flags, message, tmp_path, capsys):
+    """Keys of parts were unknown. Scores of the run's own data stood for those of `data.name`."""
+    config = config_lib.load(str(config_lib.COMMON))
+    config.data.name, config.eval.data = "mixture", "own"
+    splits = {"train": "t.csv", "val": "t.csv"}
+    own = {"name": "table", "weight": 1.0, "splits": splits}
+    with config.unlocked():
+        config.data.mixture = {"own": own, "web": {"name": "webdataset", "weight": 1.0}}
+    (tmp_path / "config.json").write_text(config_lib.to_json(config))
+    (tmp_path / "checkpoints").mkdir()
+    given = [f"--config.data.{key}={value}" for key, value in flags.items()]
+    assert main(["evaluate", f"--workdir={tmp_path}", *given]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
 def test_tfds_labels_have_the_names_of_the_builder(tmp_path):
     import tensorflow_datasets as tfds
 

@@ -45,7 +45,9 @@ def _score(arguments: list[str]) -> dict[str, float]:
         if argument.startswith("--config.") and equals:
             overrides.append((name.removeprefix("config."), value))
         elif not argument.startswith("--") or not equals or not value or name not in flags:
-            raise ConfigError(f"unexpected argument {argument!r}: --help shows the flags")
+            raise ConfigError(
+                f"unexpected argument {argument!r}: write every one as --flag=value; --help shows the flags"
+            )
         else:
             flags[name].append(value)
     for name in ("workdir", "weights"):

@@ -18,6 +18,7 @@ from swjax.training import config as config_lib
 from swjax.training.config import ConfigError
 from swjax.training.evaluation import Evaluator
 from swjax.training.inputs import open_source
+from swjax.training.keys import SOURCES
 
 SPLITS = ("val", "test")
 _OF_THE_MODEL = ("data.image_size", "data.context_length", "data.tokenizer")
@@ -49,7 +50,7 @@ def score(
 
     Raises:
       ConfigError: not exactly one of `workdir` and `weights` is given, there is nothing to score, an override
-        has no effect, the data set lacks a named split, or weights or data cannot be opened.
+        is unknown or has no effect, the data set lacks a named split, or weights or data cannot be opened.
     """
     if bool(workdir) == bool(weights):
         raise ConfigError("pass exactly one of --workdir=RUN and --weights=FILE")
@@ -59,6 +60,11 @@ def score(
             raise ConfigError(
                 f"config.{key} does not change scores, because the weights determine the model: leave it out"
             )
+    keys = [key for key, _ in overrides]
+    if "data.name" in keys and "eval.data" not in keys and config.data.name != "mixture":
+        config.eval.data = ""  # that of the run
+    config_lib.check_data(config)
+    _check_effect(config, keys)
     if sets:
         config.eval.zeroshot = tuple(sets)
     if splits == () and not config.eval.zeroshot:
@@ -94,6 +100,28 @@ def score(
     return scores
 
 
+def _check_effect(config: ConfigDict, keys: Sequence[str]) -> None:
+    """Refuses keys of data sets that are not scored.
+
+    Raises:
+      ConfigError: names the first one.
+    """
+    name = config.eval.data or config.data.name
+    part = config.data.mixture.get(name, {"name": name})
+    for key in keys:
+        section, _, option = key.removeprefix("data.").partition(".")
+        of_part = key.startswith(f"data.mixture.{name}.")
+        replaced = section != part["name"] or part.get(option) is not None
+        if option and section in (*SOURCES, "mixture") and not of_part and replaced:
+            own = (
+                f"config.data.mixture.{name}" if name in config.data.mixture else "config.data.name"
+            )
+            raise ConfigError(
+                f"config.{key} does not change scores, because {name!r} is scored: change {own}, or set "
+                "config.eval.data to another data set"
+            )
+
+
 def config_of(workdir: str | Path, overrides: Sequence[tuple[str, str]] = ()) -> ConfigDict:
     """Loads the config of a run and applies overrides.
 
@@ -104,28 +132,28 @@ def config_of(workdir: str | Path, overrides: Sequence[tuple[str, str]] = ()) ->
     Raises:
       ConfigError: the directory has no config, or an override is invalid.
     """
-    config = config_lib.load(str(config_lib.COMMON), overrides)
-    if not workdir:
-        return config
-    path = Path(workdir) / "config.json"
-    if not path.is_file():
-        raise ConfigError(f"{str(workdir)!r} is not a run: it has no config.json")
-    text = path.read_text(errors="replace")
-    saved = config_lib.read_json(
-        "config.json", text, remedy="restore it from a copy", data=dict, eval=dict
-    )
-    with config.unlocked():
-        _update(config, saved, {key for key, _ in overrides})
+    config = config_lib.load(str(config_lib.COMMON))
+    if workdir:
+        path = Path(workdir) / "config.json"
+        if not path.is_file():
+            raise ConfigError(f"{str(workdir)!r} is not a run: it has no config.json")
+        text = path.read_text(errors="replace")
+        saved = config_lib.read_json(
+            "config.json", text, remedy="restore it from a copy", data=dict, eval=dict
+        )
+        with config.unlocked():
+            _update(config, saved)
+    config_lib.override(config, overrides)
     return config
 
 
-def _update(config: ConfigDict, saved: dict[str, Any], keep: set[str], prefix: str = "") -> None:
-    """Sets the saved values except for the keys in `keep`; ignores keys that swjax no longer has."""
+def _update(config: ConfigDict, saved: dict[str, Any], prefix: str = "") -> None:
+    """Sets the saved values; ignores keys that swjax no longer has."""
     for name, value in saved.items():
         key = f"{prefix}{name}"
         if key == "data.mixture":  # the user chooses its keys
             config[name] = ConfigDict(value)
         elif isinstance(value, dict) and isinstance(config.get(name), ConfigDict):
-            _update(config[name], value, keep, f"{key}.")
-        elif name in config and key not in keep:
+            _update(config[name], value, f"{key}.")
+        elif name in config:
             config[name] = tuple(value) if isinstance(value, list) else value

@@ -114,6 +114,8 @@ class Split:
         return self._source[index]["image"]
 
     def name(self, index: int) -> str:
+        if self._source.photographs:
+            return self._source.key(index)
         example = self._source[index]
         return example.get("key") or example["captions"][0]
 

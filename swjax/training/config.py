@@ -4,7 +4,7 @@ Each mistake raises one `ConfigError`, whose one-line message names the problem,
 
 `ml_collections.config_flags` could parse the same command line through absl. But it reports an unknown key
 with a traceback and a wrong value with two lines and exit code 1, and it reads a tuple as a quoted Python
-literal. So this module keeps `parse`, `load` and `_override`; `swjax.training.keys` reads values.
+literal. So this module keeps `parse`, `load` and `override`; `swjax.training.keys` reads values.
 """
 
 import contextlib
@@ -107,8 +107,7 @@ def load(file: str, overrides: Sequence[tuple[str, str]] = ()) -> ConfigDict:
     """
     config = _run_file(file)
     durations = config.train.copy_and_resolve_references() if "train" in config else None
-    for key, text in overrides:
-        _override(config, key, text)
+    override(config, overrides)
     check_values(_flatten(config))
     if durations is not None:
         _fit_warmup(config, durations, {key for key, _ in overrides})
@@ -169,8 +168,18 @@ def _nearest_config(path: Path) -> str:
     return f": {suggest(str(path), known)}" if known else ""
 
 
+def override(config: ConfigDict, overrides: Sequence[tuple[str, str]]) -> None:
+    """Parses the text of each (key, text) pair, and sets the key to its value.
+
+    Raises:
+      ConfigError: the key does not exist, or the value has a wrong type or is out of range.
+    """
+    for key, text in overrides:
+        _override(config, key, text)
+        check_values({key: config[key]})
+
+
 def _override(config: ConfigDict, key: str, text: str) -> None:
-    """Parses `text` and sets the key to its value."""
     *sections, name = key.split(".")
     part, found = config, "config"
     for section in [*sections, name]:
@@ -272,7 +281,7 @@ def validate(config: ConfigDict, *, batch_shards: int) -> None:
     _check_optimizer(config)
     _check_batch(config, batch_shards)
     _check_concurrency(config)
-    _check_data(config)
+    check_data(config)
     for key, address in (
         ("checkpoint.resume", config.checkpoint.resume),
         ("data.dir", config.data.dir),
@@ -361,12 +370,14 @@ def _check_concurrency(config: ConfigDict) -> None:
         )
 
 
-def _check_data(config: ConfigDict) -> None:
-    """Checks the parts of the mixture, and that `eval.data` names a data set with a split to evaluate on."""
+def check_data(config: ConfigDict) -> None:
+    """Checks the parts of the mixture, and that `eval.data` names a data set with a split to evaluate on.
+
+    Raises:
+      ConfigError: names the first key that is missing or wrong.
+    """
     data = config.data
     for name, part in data.mixture.items():
-        if "name" in part:
-            choice(f"data.mixture.{name}.name", part["name"], SOURCES)
         _check_part(f"data.mixture.{name}", part)
     if not config.eval.data:
         return
@@ -383,8 +394,11 @@ def _check_data(config: ConfigDict) -> None:
 
 
 def _check_part(key: str, part: ConfigDict) -> None:
-    """Checks the weight and the splits of a part of the mixture; its source checks its other keys."""
-    weight, splits = part.get("weight", 1.0), part.get("splits", {})
+    """Checks name, weight and splits of a part of the mixture; its source checks its other keys."""
+    if not {"name", "weight"} <= set(part):
+        raise ConfigError(f"config.{key} needs the keys name and weight; it has {', '.join(part)}")
+    choice(f"{key}.name", part["name"], SOURCES)
+    weight, splits = part["weight"], part.get("splits", {})
     if isinstance(weight, bool) or not isinstance(weight, int | float):
         raise ConfigError(f"config.{key}.weight={weight!r} must be a number")
     if not isinstance(splits, Mapping | ConfigDict):

@@ -45,14 +45,8 @@ def open_source(config: ConfigDict, split: str) -> Any:
     if split != "train":
         raise ConfigError(
             "config.eval.data='' but a mixture has no val and test splits: name the data set to "
-            f"evaluate on, {', '.join(c.mixture)} or another"
+            f"evaluate on, {', '.join([*c.mixture, 'or another'])}"
         )
-    for part, settings in c.mixture.items():
-        if not {"name", "weight"} <= set(settings):
-            raise ConfigError(
-                f"config.data.mixture.{part} needs the keys name and weight; it has "
-                f"{', '.join(settings)}"
-            )
     parts = {part: (open_part(c, part, split), c.mixture[part].weight) for part in c.mixture}
     with blame("data.mixture"):
         return data.Mixture(parts)
@@ -193,7 +187,8 @@ class Feed:
       config: the config of the run.
       parts: the parts of the run.
       prints: see `fingerprints`.
-      position: position at which an earlier feed ended; None starts at the beginning.
+      position: position at which an earlier feed ended; None starts at the beginning, as does that of a run
+        in another workdir with another number of examples.
       timing: clock of the run; it measures how long the loop waits for data.
 
     Raises:
@@ -208,8 +203,15 @@ class Feed:
         position: dict[str, Any] | None,
         timing: Timing,
     ):
-        if position and position["examples"] == len(parts.source):  # otherwise the loader says so
+        examples = len(parts.source)
+        if position and position["examples"] == examples:  # otherwise the loader says so
             check_fingerprints(position, prints)
+        elif position and position.get(RESUMED):
+            position = None
+            if distributed.is_first():
+                logger.warning(
+                    "the %d training examples are other data: read from the start", examples
+                )
         self._mesh, self._timing, self._prints = parts.mesh, timing, prints
         self._error: data.BadData | data.LostProcess | None = None
         share = sharding.batch_share(parts.mesh)

@@ -74,7 +74,8 @@ class Timing:
         """
         seconds = self._clock.lap(name)
         if name in NO_TRAINING:
-            self._start += seconds
+            # The lap may have begun before the window, as that of an evaluation before the first step.
+            self._start = min(self._start + seconds, time.perf_counter())
         return seconds
 
     def step(self, *, saving: bool) -> dict[str, Any]:
