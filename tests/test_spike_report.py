@@ -96,7 +96,7 @@ def test_mistakes_are_one_line(tmp_path, capsys):
     assert main(["report", str(tmp_path), "--window=1"]) == 2
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 3
-    assert "has no train/loss" in errors[0] and "has no config.json" in errors[1]
+    assert "record the loss under this name" in errors[0] and "has no config.json" in errors[1]
     assert "window must be at least 2, got 1" in errors[2]
     assert main(["report", str(tmp_path), "--rms=nan"]) == 2
     assert main(["report", str(tmp_path), "--sigmas=-1"]) == 2

@@ -41,7 +41,8 @@ def ragged_switchback(
 
     Kernels compute the products on NVIDIA GPUs, in Mosaic on Hopper and in Triton from Ampere on, also those
     of the recipe "standard" in 16 bits. Elsewhere, and in float32, XLA computes them; on CPUs it expands a
-    ragged product to a dense one over all experts.
+    ragged product to a dense one over all experts. There `jax.vmap` works as for `jax.lax.ragged_dot`: over
+    all three arrays together, and not with gradients.
 
     Args:
       x: [m, k] float16, bfloat16 or float32, rows sorted by expert.

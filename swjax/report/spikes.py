@@ -49,8 +49,8 @@ def write(
     metrics = records.read(log, METRICS)
     if "train/loss" not in metrics:
         raise ValueError(
-            f"{log} has no train/loss: give the workdir of a run, or record one "
-            f"with swjax.diagnostics.Recorder"
+            f"{log} has no train/loss: give the workdir of a run, or record the loss under this name "
+            "with swjax.diagnostics.Recorder"
         )
     loss = metrics["train/loss"]
     rms = {
