@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -244,6 +245,15 @@ def quantized(
     with nn.intercept_methods(interceptor), _recipes_in_use(in_use):
         yield interceptor.conversion
     interceptor.check_all_matched()
+    if interceptor.conversion:
+        _effective.add(in_use)
+    elif recipes and in_use not in _effective:
+        warnings.warn(f"swjax.linen.quantized converts nothing: {_NOTHING_RAN}", stacklevel=3)
+
+
+_effective: set[tuple] = (
+    set()
+)  # values of `_recipes_in_use` with which compiled functions may exist
 
 
 def describe_model(
@@ -279,8 +289,8 @@ def describe_model(
 
 
 _NOTHING_RAN = (
-    "no Linen module with matrices ran here: a function that jax.jit has compiled runs without "
-    "its code, and swjax.nnx.quantize_model converts NNX models"
+    "no Linen module with matrices ran here: call the model inside the context, also by jax.jit, which "
+    "runs its code only to compile; swjax.nnx.quantize_model converts NNX models"
 )
 
 

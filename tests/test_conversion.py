@@ -15,6 +15,7 @@ import swjax
 import swjax.linen
 import swjax.nnx
 import swjax.serving
+import swjax.testing
 from swjax import nnx_blocks
 from swjax.kernels import dispatch
 from swjax.recipes import RECIPES, Product, Quantizer, Recipe
@@ -402,11 +403,24 @@ def test_linen_and_nnx_are_told_apart():
         swjax.nnx.quantize_model(LinenModel(), {".*": "switchback"})
     with pytest.raises(TypeError, match="needs an NNX model, got the Linen module"):
         swjax.nnx.describe_model(LinenModel())
-    with swjax.linen.quantized({".*": "switchback"}) as conversion:
-        Model(nnx.Rngs(0))(X)
+    with pytest.warns(UserWarning, match="converts nothing: .*quantize_model converts NNX models"):
+        with swjax.linen.quantized({"x|.*": "switchback"}) as conversion:
+            Model(nnx.Rngs(0))(X)
     assert "no Linen module with matrices ran here" in str(conversion)
-    assert "swjax.nnx.quantize_model converts NNX models" in str(conversion)
     assert str(swjax.nnx.describe_model(nnx.Dict())).endswith("0 elements (0%)")
+
+
+def test_a_function_that_runs_after_its_context_is_told():
+    """It computed in 16 bits, without a warning; one that was compiled in an equal context is converted."""
+    model = nn.Dense(4)
+    params = model.init(jax.random.key(0), jnp.ones((2, 8)))
+    with pytest.warns(UserWarning, match="converts nothing: .* call the model inside the context"):
+        with swjax.linen.quantized({"": "switchback"}, implementation="xla"):
+            apply = jax.jit(model.apply)
+    for _ in range(2):
+        with swjax.linen.quantized({"": "switchback"}, implementation="xla"):
+            swjax.testing.assert_quantized(apply, params, jnp.ones((2, 8)))
+            apply(params, jnp.ones((2, 8)))
 
 
 class LinenTowers(nn.Module):
