@@ -14,6 +14,7 @@ from test_stable_adamw_optax import AXES, assert_close, problem, train
 from swjax.optax import (
     adamw_rms_by_path,
     dynamic_loss_scale,
+    eight_bit_moments,
     from_adamw_state,
     loss_scale,
     muon,
@@ -280,10 +281,10 @@ def test_a_program_may_contain_init_and_update_on_an_explicit_mesh(guard):
         close(jax.jit(two_steps)(put), want)
 
 
-@pytest.mark.parametrize("guard", [per_tensor_guard, dynamic_loss_scale])
-def test_a_guard_of_no_optimizer_is_refused(guard):
-    with pytest.raises(TypeError, match="inner must be an optax.GradientTransformation, got 0.001"):
-        guard(1e-3)
+@pytest.mark.parametrize("wrap", [per_tensor_guard, dynamic_loss_scale, eight_bit_moments])
+def test_a_wrapper_of_no_optimizer_is_refused(wrap):
+    with pytest.raises(TypeError, match=r"r must be an optax.GradientTransformation, got 0.001"):
+        wrap(1e-3)
 
 
 def test_unscale_takes_python_numbers():

@@ -185,6 +185,7 @@ def test_an_array_that_is_no_matrix_is_one_line():
 
 
 BAD = {
+    "matrices must be 'auto', .*, got '.*kernel'": {"matrices": ".*kernel"},  # was taken for "auto"
     "learning_rate must be a schedule, or a finite": {"learning_rate": -0.1},
     r"b2 must be in \[0, 1\), got 1.0": {"b2": 1.0},
     r"momentum must be in \[0, 1\), got 1.5": {"momentum": 1.5},

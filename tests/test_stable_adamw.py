@@ -388,6 +388,9 @@ def test_other_errors_are_one_line():
         stable_adamw(0.1, block_axes={"layer": 2}).init(p)
     with pytest.raises(ValueError, match="block_axes must be None, an int .* to static_args"):
         optax.inject_hyperparams(stable_adamw)(0.1, block_axes=0).init(p)
+    for axes in ("layer", {"layer": True}):  # a TypeError; the axis 1
+        with pytest.raises(ValueError, match="block_axes must be None, an int or a tuple of ints"):
+            stable_adamw(0.1, block_axes=axes).init(p)
     with pytest.raises(ValueError, match=r"'steps' is int32: cast it"):
         optimizer.init({"steps": jnp.ones(2, jnp.int32)})
     state = optimizer.init(p)

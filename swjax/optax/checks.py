@@ -46,6 +46,18 @@ def rate_at(
     return rate
 
 
+def require_transformation(
+    function: str, name: str, optimizer: Any
+) -> optax.GradientTransformationExtraArgs:
+    """Returns a transformation that takes extra arguments; raises a TypeError for other objects."""
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise TypeError(
+            f"{function}'s {name} must be an optax.GradientTransformation, got {optimizer!r}: pass an "
+            "optimizer, such as swjax.optax.stable_adamw(1e-3)"
+        )
+    return optax.with_extra_args_support(optimizer)
+
+
 def require_dtype(
     optimizer: str, name: str, dtype: Any, kind: Any = jnp.floating, bits: int = 8
 ) -> None:

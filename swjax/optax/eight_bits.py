@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from swjax.optax.checks import require_transformation
 from swjax.optax.codes import (
     BLOCK,
     EightBitMomentsState,
@@ -59,6 +60,7 @@ def eight_bit_moments(
       64, or of 64 bits stay as they are.
 
     Raises:
+      TypeError: `optimizer` is not a transformation.
       ValueError: `fields` is empty or a single string, or the state of the optimizer has none of the fields
         or has moments in 8 bits already.
 
@@ -77,7 +79,7 @@ def eight_bit_moments(
             f"eight_bit_moments's fields must be names of fields, got {fields!r}: pass a tuple such as "
             "('mu', 'nu')"
         )
-    optimizer = optax.with_extra_args_support(optimizer)
+    optimizer = require_transformation("eight_bit_moments", "optimizer", optimizer)
 
     def encoded(inner: optax.OptState, count: jax.Array) -> EightBitMomentsState:
         is_encoded = lambda x: isinstance(x, EightBits)

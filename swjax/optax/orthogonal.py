@@ -110,9 +110,10 @@ def muon(
 
     Raises:
       ValueError: a hyper-parameter is not a scalar or out of range (unless traced), `matrices` or `mask` is a
-        single bool for a tree of parameters, `matrices` names no parameter (as under `optax.flatten`), or an
-        array that is no matrix, no stack of matrices, or not real, an update receives no parameters, a
-        gradient is an integer, or a gradient or a moment has another shape than its parameter.
+        single bool for a tree of parameters, `matrices` is another string than "auto", or names no parameter
+        (as under `optax.flatten`), or an array that is no matrix, no stack of matrices, or not real, an
+        update receives no parameters, a gradient is an integer, or a gradient or a moment has another shape
+        than its parameter.
 
     >>> params = {"hidden": jnp.ones((4, 3)), "bias": jnp.ones(3)}
     >>> optimizer = muon(0.1, matrices={"hidden": True, "bias": False}, weight_decay=0.0)
@@ -138,6 +139,11 @@ def muon(
     require_number("muon", "weight_decay", weight_decay, lambda x: x >= 0, "at least 0")
     require_dtype("muon", "dtype", dtype, bits=16)
     _validate_iterations(coefficients, steps, neuron_b2)
+    if isinstance(matrices, str) and matrices != "auto":
+        raise ValueError(
+            f"muon's matrices must be 'auto', a tree of bools or a function, got {matrices!r}: select "
+            "parameters by a function of the tree"
+        )
     rate = functools.partial(rate_at, "muon", learning_rate)
 
     def both(params) -> optax.GradientTransformationExtraArgs:

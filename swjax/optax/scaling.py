@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from swjax.optax.checks import require_number
+from swjax.optax.checks import require_number, require_transformation
 from swjax.optax.codes import has_eight_bits
 from swjax.optax.tensors import (
     TensorValues,
@@ -321,14 +321,10 @@ def _stored(scale: jax.typing.ArrayLike) -> jax.Array:
 def _checked(
     function: str, inner: Any, scale: Any, least: float
 ) -> optax.GradientTransformationExtraArgs:
-    if not (hasattr(inner, "init") and hasattr(inner, "update")):
-        raise TypeError(
-            f"{function}'s inner must be an optax.GradientTransformation, got {inner!r}: pass an optimizer, "
-            "such as swjax.optax.stable_adamw(1e-3)"
-        )
+    inner = require_transformation(function, "inner", inner)
     rule = f"a number of at least {least:g} that is finite in float32"
     require_number(function, "scale", scale, lambda x: least <= float(x) <= _LARGEST, rule)
-    return optax.with_extra_args_support(inner)
+    return inner
 
 
 def _arrays(function: str, grads: optax.Updates, params: optax.Params | None) -> tuple[Any, Any]:

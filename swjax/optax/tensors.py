@@ -124,7 +124,7 @@ def resolve_block_axes(
       One tuple of axes per leaf of `params`.
 
     Raises:
-      ValueError: a parameter lacks an axis, or an axis is an array.
+      ValueError: a parameter lacks an axis, or an axis is no int.
 
     >>> resolve_block_axes({"blocks": -3, "head": None}, {"blocks": jnp.ones((2, 4, 3)), "head": jnp.ones(3)})
     [(0,), ()]
@@ -137,12 +137,14 @@ def resolve_block_axes(
         return x is None or (isinstance(x, tuple) and all(isinstance(axis, int) for axis in x))
 
     def as_set(axes):  # makes a leaf, unlike None and tuples
-        if isinstance(axes, jax.Array):
+        numbers = () if axes is None else axes if isinstance(axes, tuple) else (axes,)
+        is_number = lambda x: isinstance(x, int | np.integer) and not isinstance(x, bool)
+        if not all(map(is_number, numbers)):
             raise ValueError(
-                f"block_axes must be None, an int or a tuple of ints, got the array {axes}: under "
+                f"block_axes must be None, an int or a tuple of ints, got {axes!r}: under "
                 "optax.inject_hyperparams add 'block_axes' to static_args"
             )
-        return frozenset(() if axes is None else axes if isinstance(axes, tuple) else (axes,))
+        return frozenset(numbers)
 
     tree = block_axes(params) if _is_function(block_axes) else block_axes
     sets = jax.tree.broadcast(jax.tree.map(as_set, tree, is_leaf=is_axes), params)
