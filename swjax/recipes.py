@@ -115,7 +115,9 @@ class Quantizer:
     def __post_init__(self) -> None:
         dtypes = BLOCK_DTYPES if self.in_blocks else QUANTIZED_DTYPES[self.is_static :]
         if self.dtype not in dtypes:
-            raise ValueError(f"Quantizer's dtype must be one of {dtypes}, got {self.dtype!r}")
+            raise ValueError(
+                f"Quantizer's dtype must be one of {dtypes} for {self.scope!r}, got {self.dtype!r}"
+            )
         if self.scope not in SCOPES:
             raise ValueError(f"Quantizer's scope must be one of {SCOPES}, got {self.scope!r}")
         if self.rotation not in ROTATIONS:

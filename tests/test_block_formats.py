@@ -320,7 +320,7 @@ X, W = jnp.ones((4, 8)), jnp.ones((8, 4))
 @pytest.mark.parametrize(
     "call, message",
     [
-        (lambda: Quantizer("int8", "segment", 32), "dtype must be one of .*e2m1fn'.*, got 'int8'"),
+        (lambda: Quantizer("int8", "segment", 32), "one of .*e2m1fn'.* for 'segment', got 'int8'"),
         (lambda: Quantizer("float4_e2m1fn", "row"), "dtype must be one of .*, got 'float4_e2m1fn'"),
         (lambda: Quantizer("float8_e5m2", "square"), "needs a positive block, .* got block=0"),
         (lambda: Quantizer("float8_e5m2", "row", scale="float8_e8m0fnu"),
