@@ -612,6 +612,14 @@ def test_a_gate_beside_experts_stays_and_one_beside_up_does_not():
     assert set(by_path.values()) == {RECIPES["int8_hadamard"]}
 
 
+def test_a_tied_head_stays_whatever_its_name_is():
+    """Its product was int8, because only the name tells an embedding; rules of one's own convert it."""
+    apply = lambda p, tokens: jnp.take(p["E"], tokens, axis=0) @ p["up"] @ p["E"].T
+    params = {"E": draw(20, WIDTH), "up": draw(WIDTH, WIDTH)}
+    of = lambda rules: converted(swjax.quantized(apply, rules).report(params, TOKENS))
+    assert of("llm") == {"up"} and of({".*": "switchback"}) == {"E", "up"}
+
+
 def test_the_first_rule_counts_and_a_recipe_may_be_one_of_yours():
     params = {"a": draw(WIDTH, WIDTH), "b": draw(WIDTH, WIDTH), "c": draw(WIDTH, WIDTH)}
     fn = lambda p, x: x @ p["a"] @ p["b"] @ p["c"]

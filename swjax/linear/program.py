@@ -317,9 +317,9 @@ def quantized(
       rules: {regular expression: recipe}. An expression must match the whole path of a parameter, such as
         "layers/0/mlp/up_proj/kernel"; the first match is used, and "standard" keeps a product. The
         expression "llm" matches all parameters but those of routers, gates of experts, norms, embeddings and
-        heads, see `swjax.KEPT_IN_LLMS`; a `gate` next to an `up` is an MLP's. Or "llm", short for
-        ``{"llm": "switchback"}``. With "llm" and the recipe "auto", `jax.lax.ragged_dot` of few rows an
-        expert stays in 16 bits, see `swjax.auto.few_rows`.
+        heads, see `swjax.KEPT_IN_LLMS`, and tables of lookups; a `gate` next to an `up` is an MLP's. Or
+        "llm", short for ``{"llm": "switchback"}``. With "llm" and the recipe "auto", `jax.lax.ragged_dot`
+        of few rows an expert stays in 16 bits, see `swjax.auto.few_rows`.
       implementation: see `swjax.kernels.dispatch`; None chooses.
       sharded_like: a tree with the paths of the parameters: arrays, `jax.ShapeDtypeStruct`s with shardings,
         shardings or PartitionSpecs. On meshes with axes of type Auto, kernels need them, because inside
@@ -429,7 +429,7 @@ def _choices(rules: str | Mapping[str, str | Recipe], paths: Sequence[str]) -> d
         if recipe == Recipe():
             recipe, reason = None, "its rule is 'standard'"
         automatic = is_llm or rule == auto.NAME
-        choices[path] = Choice(recipe, "" if recipe else reason, automatic=automatic)
+        choices[path] = Choice(recipe, "" if recipe else reason, automatic=automatic, is_llm=is_llm)
         if kept.kept_kind(path) == "lora":
             choices[path] = Choice(None, kept.reason("lora"))
     return choices

@@ -12,7 +12,7 @@ from jax import lax
 from jax.extend import core
 from jax.sharding import PartitionSpec as P
 
-from swjax import auto
+from swjax import auto, kept
 from swjax.linear.conversion import NO_LAYOUT
 from swjax.linear.frozen import SLICE, Reading
 from swjax.linear.layouts import TOKENS, Layout, layout_of_kernel
@@ -52,6 +52,7 @@ class Choice(NamedTuple):
       followed: the recipe of a layer that is quantized already, if it is known.
       automatic: whether experts of few rows stay in 16 bits: the rules are "llm", or the recipe is "auto".
       frozen: whether the parameter is stored in 8 bits.
+      is_llm: whether the rule is "llm".
     """
 
     recipe: Recipe | None
@@ -59,6 +60,7 @@ class Choice(NamedTuple):
     followed: Recipe | None = None
     automatic: bool = False
     frozen: bool = False
+    is_llm: bool = False
 
 
 class Origin(NamedTuple):
@@ -96,6 +98,7 @@ class Planner:
       products: what the programs multiply, in order.
       readings: {path of a parameter: {`str` of a reading: the reading}}, of products that follow a recipe.
       used: the parameters that something else reads.
+      tables: the parameters that lookups read so far.
     """
 
     choices: Mapping[str, Choice]
@@ -106,6 +109,7 @@ class Planner:
     products: ProgramReport = field(default_factory=ProgramReport)
     readings: dict[str, dict[str, Reading]] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
+    tables: set[str] = field(default_factory=set)
     _results: dict[tuple, Callable] = field(default_factory=dict)
     _groups: dict[tuple, Callable] = field(default_factory=dict)
 
@@ -135,12 +139,19 @@ class Planner:
 
     def _key(self, jaxpr, origins: Origins, opaque: str) -> tuple:
         """What determines the results of a plan for a jaxpr, which the plan keeps alive."""
-        choice_of = lambda o: self.choices[o.paths[0]] if o.paths else None
+        choice_of = lambda o: self._choice_of(o) if o.paths else None
         return (
             id(jaxpr),
             opaque,
             *(o and (o.changed, len(o.paths), choice_of(o), o.dtype, o.spec) for o in origins),
         )
+
+    def _choice_of(self, origin: Origin) -> Choice:
+        """The choice for a parameter; by the rule "llm" a table of lookups is an embedding or tied head."""
+        choice = self.choices[origin.paths[0]]
+        if choice.recipe and choice.is_llm and not self.tables.isdisjoint(origin.paths):
+            return Choice(None, kept.reason("embedding"))
+        return choice
 
     def _step(self, eqn, found: Origins, repeats: int, opaque: str) -> tuple[Step, Origins]:
         name, count, step = eqn.primitive.name, len(eqn.outvars), Step(as_it_is, eqn)
@@ -246,7 +257,7 @@ class Planner:
             return Choice(None, CONSTANT)
         if opaque or origin.changed:
             return Choice(None, opaque or f"{origin.changed} changes the parameter first")
-        choice, (ragged, groups, numbers) = self.choices[origin.paths[0]], _dimensions(eqn)
+        choice, (ragged, groups, numbers) = self._choice_of(origin), _dimensions(eqn)
         if math.prod(lhs.shape[axis] for axis in numbers[0][0]) == 1:
             return Choice(None, "an outer product, which sums nothing")
         if choice.automatic and ragged and ragged.lhs_ragged_dimensions:
@@ -338,6 +349,7 @@ class Planner:
 
         if name == "gather" and used:
             note("a lookup")
+            self.tables.update(*(o.paths for o in found[:1] if o))
         elif name == "conv_general_dilated":
             features = eqn.params["dimension_numbers"].rhs_spec[0]
             w = eqn.invars[1].aval
