@@ -231,8 +231,9 @@ def test_loader_processes_follow_from_the_rate(capsys, tmp_path, monkeypatch):
     assert "loader         43 processes over all hosts" in capsys.readouterr().out
 
 
-def test_a_limit_of_the_environment_counts(monkeypatch):
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
+@pytest.mark.parametrize("name", ["XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"])
+def test_a_limit_of_the_environment_counts(name, monkeypatch):
+    monkeypatch.setenv(name, "0.9")
     assert plan.Hardware.parse("l4:2").limit == pytest.approx(0.9 * 22.0 * GIB)
     assert plan.Hardware.parse("TPUv5p:4")[:3] == ("tpuv5p", 4, 95.9 * GIB)  # all of it
 
