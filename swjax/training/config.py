@@ -461,9 +461,10 @@ def saved_section(path: Path, name: str) -> dict:
 
 # The user chooses the names and keys of the parts of a mixture.
 CHOSEN = "data.mixture."
-# Keys that may change when a run resumes, because they affect no result, or only its rounding.
+# Keys that may change when a run resumes, because they affect no result, or only its rounding; another
+# tokenizer is refused by `keep_tokenizer`.
 UNCOUNTED = ("checkpoint.every_steps:", "checkpoint.keep:", "checkpoint.mirror:", "checkpoint.resume:",
-             "data.dir:", "data.workers:", "diagnostics.", "log.", "mesh.", "report.",
+             "data.dir:", "data.tokenizer:", "data.workers:", "diagnostics.", "log.", "mesh.", "report.",
              "train.compilation_cache:", "train.concurrent_kernels:", "train.profile_steps:")  # fmt: skip
 
 
