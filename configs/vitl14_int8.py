@@ -5,7 +5,7 @@ Hardware: estimated, not run at this size: 32 GPUs of 80 GB, 512 pairs each, wit
           parameters. With fewer GPUs set --config.train.accumulation=N, which keeps the loss, or a
           smaller --config.train.batch_size.
 Others:   bf16 with --config.model.recipe=standard --config.model.remat=full; without remat it needs
-          XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 or fewer pairs per GPU. fp8 with
+          XLA_CLIENT_MEM_FRACTION=0.95 or fewer pairs per GPU. fp8 with
           --config.model.recipe=fp8_switchback.
 Data:     synthetic, for benchmarks; --config.data.name chooses another.
 """

@@ -93,10 +93,16 @@ def test_layers_training_and_page(tmp_path, capsys):
         (["--arms", "standard"], "compares the reference with itself"),
         (["--examples=20", "--batch-size=8"], "at most the 8 pairs"),
         (["--config.optimizer.lora.rank=4"], "no float32 reference: set it to 0"),
+        (["--config.data.name=folders", "--config.data.on_bad=stop"], "config.data: cannot read "),
     ],
 )
 def test_mistakes_are_one_line(flags, hint, tmp_path, capsys):
-    assert compare_precision.main(["_", *FLAGS, f"--workdir={tmp_path}", *flags]) == 2
+    (tmp_path / "cat").mkdir()
+    for number in range(8):
+        (tmp_path / "cat" / f"{number}.png").write_bytes(b"no picture")
+    data = f"--config.data.folders.splits.train={tmp_path}"
+    sizes = ["--batch-size=8", f"--workdir={tmp_path}", data]
+    assert compare_precision.main(["_", *FLAGS, *sizes, *flags]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and hint in error
 

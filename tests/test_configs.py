@@ -144,9 +144,9 @@ def test_replay_names_a_damaged_line_of_the_log(tmp_path):
     log = tmp_path / "metrics.jsonl"
     log.write_text('{"step": 1, "time": 0.5}\n{"time": 1.0}\n{"st')
     with pytest.raises(config_lib.ConfigError, match="metrics.jsonl, line 2, .* correct the line"):
-        list(replay._log(tmp_path))
+        replay._log(tmp_path)
     log.write_text('{"step": 1, "time": 0.5}\n{"st')
-    assert dict(replay._log(tmp_path)) == {1: {"step": 1, "time": 0.5}}
+    assert replay._log(tmp_path) == {1: {"step": 1, "time": 0.5}}
 
 
 @pytest.mark.parametrize("text", ['{"model', "[]", '{"other": 1}'])

@@ -169,7 +169,7 @@ def test_steps_are_integers_from_1(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "line", ['{"step": 2, "tr', '{"train/loss": 1}', "[2]", '{"step": "2"}', ""]
+    "line", ['{"step": 2, "tr', '{"train/loss": 1}', "[2]", '{"step": "2"}', '{"step": 1.5}', ""]
 )
 def test_a_damaged_line_is_named(tmp_path, line):
     path = tmp_path / "metrics.jsonl"

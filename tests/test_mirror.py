@@ -168,6 +168,8 @@ def test_links_out_of_the_workdir_are_not_copied(tmp_path, capsys):
     (workdir / "metrics.jsonl").write_text("{}\n")
     for name in ("notes", "checkpoints/1/state"):
         (workdir / name).symlink_to(tmp_path / "secret")
+    (workdir / "mirror.part").mkdir()
+    (workdir / "mirror.part" / "of a fetch").touch()  # that ended early
     mirror = Mirror(f"file://{tmp_path}/there", workdir)
     for _ in range(2):  # says it once
         mirror.push()

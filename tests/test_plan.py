@@ -231,8 +231,9 @@ def test_loader_processes_follow_from_the_rate(capsys, tmp_path, monkeypatch):
     assert "loader         43 processes over all hosts" in capsys.readouterr().out
 
 
-def test_a_limit_of_the_environment_counts(monkeypatch):
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
+@pytest.mark.parametrize("name", ["XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"])
+def test_a_limit_of_the_environment_counts(name, monkeypatch):
+    monkeypatch.setenv(name, "0.9")
     assert plan.Hardware.parse("l4:2").limit == pytest.approx(0.9 * 22.0 * GIB)
     assert plan.Hardware.parse("TPUv5p:4")[:3] == ("tpuv5p", 4, 95.9 * GIB)  # all of it
 
@@ -278,6 +279,7 @@ def test_data_that_a_run_would_refuse_are_refused(capsys, tmp_path):
     [
         ("eval.zeroshot=folders:nope", "config.eval.zeroshot: "),
         ("checkpoint.resume=nope", "config.checkpoint.resume='nope' holds no checkpoint"),
+        ("checkpoint.resume=cut", "config.checkpoint.resume='cut' holds no checkpoint"),
         (
             "checkpoint.init_from=nope",
             "config.checkpoint.init_from='nope' holds no checkpoint and no",
@@ -286,7 +288,9 @@ def test_data_that_a_run_would_refuse_are_refused(capsys, tmp_path):
         ("train.profile_steps=5,999999", "must end by the last step"),
     ],
 )
-def test_what_a_run_would_not_find_is_refused(flag, message, capsys):
+def test_what_a_run_would_not_find_is_refused(flag, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("cut/checkpoints/4.orbax-checkpoint-tmp").mkdir(parents=True)  # of a run that was killed
     flags = ["--config.data.name=synthetic", "--config.data.synthetic.examples=20000"]
     flags += ["--config.train.steps=100", f"--config.{flag}"]
     assert run("vitb32_int8", "h200:1", *flags) == 2

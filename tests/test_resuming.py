@@ -161,7 +161,7 @@ def test_a_run_that_fails_before_its_first_step_closes_what_it_opened(reference,
     as_interrupted(reference[1], tmp_path / "run")
     (tmp_path / "run" / "metrics.jsonl").write_text("no record\n")
     before = multiprocessing.active_children()
-    with pytest.raises(ConfigError, match="line 1, of this run is damaged") as error:
+    with pytest.raises(ConfigError, match="metrics.jsonl, line 1, is damaged") as error:
         train(micro(data__workers=1), tmp_path / "run")
     assert error.traceback and multiprocessing.active_children() == before
 

@@ -21,7 +21,7 @@ from swjax.evaluate.scoring import score
 from swjax.inference import export_command
 from swjax.models import clip
 from swjax.report import data_check
-from swjax.tools import plan
+from swjax.tools import plan, replay
 from swjax.training import config as config_lib
 from swjax.training.config import ConfigError
 from swjax.training.loop import train_and_evaluate
@@ -260,6 +260,13 @@ def test_a_run_takes_the_tokenizer_of_its_weights(gemma, tmp_path):
         (tmp_path / "run").mkdir(exist_ok=True)
         kept = keep_tokenizer(settled, tmp_path / "run").data.tokenizer
         assert Path(kept).read_bytes() == Path(path).read_bytes()
+    saved = config_lib.to_json(keep_tokenizer(settled, tmp_path / "run"))
+    (tmp_path / "run" / "config.json").write_text(saved)
+    (tmp_path / "run").rename(tmp_path / "moved")  # and it is the same run there
+    moved = keep_tokenizer(settled, tmp_path / "moved")
+    assert config_lib.changes(saved, moved) == []
+    assert replay.load_config(tmp_path / "moved").data.tokenizer == moved.data.tokenizer
+    (tmp_path / "moved").rename(tmp_path / "run")
     (tmp_path / "run" / "checkpoints" / "3").mkdir(parents=True)
     siglip_files.t5_json(folder / "tokenizer.json")
     with pytest.raises(ConfigError, match="differs from .*tokenizer.json, with .* run began"):

@@ -159,8 +159,9 @@ def checkpoints(place: Path, rng: random.Random):
 
 def workdirs(place: Path, rng: random.Random):
     """The files of a run: config.json, metrics.jsonl, results.json."""
+    from swjax.diagnostics import recorder
     from swjax.training import config
-    from swjax.training.log import metric_log, results
+    from swjax.training.log import results
 
     root = Path(__file__).resolve().parent.parent.parent
     good = config.load(f"{root}/configs/openmoji.py")
@@ -180,7 +181,8 @@ def workdirs(place: Path, rng: random.Random):
             content = damaged_json(json.loads(files[name]), rng)
         (place / name).write_bytes(content)
         with contextlib.redirect_stdout(io.StringIO()):
-            metric_log.truncate(place / "metrics.jsonl", 20, metric_log.parse_line)
+            with config.blame_damage():
+                recorder.truncate(place / "metrics.jsonl", 20, time=int | float)
             results.is_finished(good, place)
             results.tell_results(place)
         return name

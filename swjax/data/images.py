@@ -24,9 +24,8 @@ _SIZES = (0.85, 1.05)  # range of a drawing's size in training; 1 fills the imag
 _ASPECT = 0.05  # largest change of the natural logarithm of height / width
 _SHIFT = 0.5  # largest shift, as a share of the margin around the drawing, and at least
 _SHIFT_AT_LEAST = 0.04  # share of the image
-_UNIT = (
-    2**16
-)  # side of the square in which a rectangle is chosen; the picture's shape then stretches it
+# Side of the square in which a rectangle is chosen; the picture's shape then stretches it.
+_UNIT = 2**16
 _CONTRAST = 0.1  # largest relative change of a channel's distance from white
 
 

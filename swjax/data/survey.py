@@ -23,11 +23,13 @@ class Survey(NamedTuple):
 
     Attributes:
       examples: number of examples in the data set.
-      read: number of examples that were read.
+      chosen: number of examples to read.
+      read: number of examples that were read in time.
       bad: key and reason of each that training would skip.
     """
 
     examples: int
+    chosen: int
     read: int
     bad: tuple[tuple[str, str], ...]
 
@@ -68,7 +70,7 @@ def survey(source: Source, *, part: int = 0, parts: int = 1, seconds: float = _S
             bad += [each for each in found if each]
             if time.monotonic() > end:
                 break
-    return Survey(len(source), read, tuple(bad))
+    return Survey(len(source), len(indices), read, tuple(bad))
 
 
 def _fault(source: Source, index: int) -> tuple[str, str] | None:

@@ -3,9 +3,9 @@
 import json
 import math
 import operator
+import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +140,7 @@ class Recorder:
                 "or remove the file"
             )
         path.parent.mkdir(parents=True, exist_ok=True)
-        truncate(path, last_step, partial(read_line, path))
+        truncate(path, last_step)
         self._file = open(path, "a", encoding="utf-8")
         self._every, self._last = fetch_every, last_step
         self._packers: dict[tuple, tuple[Packer, Callable]] = {}
@@ -258,14 +258,26 @@ def _has_records(path: Path) -> bool:
         return file.readline().endswith("\n")
 
 
-def read_line(path: Path, number: int, line: str) -> dict:
-    """Parses a record from a line of the file.
+def read_lines(path: Path, **types: Any) -> Iterator[tuple[dict, int]]:
+    """Yields each record of the file, and the byte after its line; an incomplete last line is left out.
+
+    Args:
+      path: the file, which may not exist.
+      **types: required keys besides "step", and the type of each.
 
     Raises:
-      ValueError: the line is damaged.
+      ValueError: a line is damaged.
     """
-    what, remedy = f"{path}, line {number},", "correct the line, or remove it"
-    return json_object(what, line, remedy=remedy, step=int | float)
+    if not path.exists():
+        return
+    end = 0
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                return
+            what, remedy = f"{path}, line {number},", "correct the line, or remove it"
+            text, end = line.decode(errors="replace"), end + len(line)
+            yield json_object(what, text, remedy=remedy, step=int, **types), end
 
 
 def json_object(what: str, text: str, *, remedy: str, **types: Any) -> dict:
@@ -291,24 +303,20 @@ def json_object(what: str, text: str, *, remedy: str, **types: Any) -> dict:
     return found
 
 
-def truncate(path: Path, last_step: int, read: Callable[[int, str], dict]) -> float:
-    """Removes records after `last_step` and an incomplete line; returns the time of the last record.
+def truncate(path: Path, last_step: int, **types: Any) -> dict[str, Any]:
+    """Removes records after `last_step` and an incomplete line; returns the last record, or {}.
 
     Args:
       path: the file; the function does nothing if it does not exist.
       last_step: number of the last step to keep.
-      read: (line number from 1, line) -> record. If it raises, the file is unchanged.
+      **types: see `read_lines`. If a line is damaged, the file is unchanged.
     """
-    if not path.exists():
-        return 0.0
-    seconds, end = 0.0, 0
-    with open(path, "rb+") as file:
-        for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
-                break
-            record = read(number, line.decode(errors="replace"))
-            if record["step"] > last_step:
-                break
-            seconds, end = record.get("time", 0.0), end + len(line)
-        file.truncate(end)
-    return seconds
+    last: dict[str, Any] = {}
+    end = 0
+    for record, after in read_lines(path, **types):
+        if record["step"] > last_step:
+            break
+        last, end = record, after
+    if path.exists():
+        os.truncate(path, end)
+    return last

@@ -33,7 +33,8 @@ from swjax.recipes import NAMES
 from swjax.safe_files import write_atomically
 from swjax.tools import layer_errors
 from swjax.training import config as config_lib
-from swjax.training.config import ConfigError, choice
+from swjax.training.config import ConfigError, RunError, choice
+from swjax.training.faults.failures import blame_data
 from swjax.training.inputs import open_batches, open_source
 from swjax.training.keys import KEYS
 from swjax.training.log import environment
@@ -51,8 +52,9 @@ def main(argv: list[str]) -> int:
     try:
         config, workdir = config_lib.parse([argv[0], *rest])
         workdir.mkdir(parents=True, exist_ok=True)  # before the work: it may be no folder
-        result = compare(settle_model(config, workdir), args)
-    except (ConfigError, OSError) as error:
+        with blame_data():
+            result = compare(settle_model(config, workdir), args)
+    except (ConfigError, RunError, OSError) as error:
         print(f"swjax compare: {error}", file=sys.stderr)
         return 2
     from swjax.report import precision  # matplotlib is slow to load

@@ -161,7 +161,11 @@ def _chip(name: str) -> tuple[str, float] | None:
 
 def fraction() -> float:
     """The fraction of a GPU's memory that JAX allocates."""
-    return float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75"))
+    names = (
+        "XLA_CLIENT_MEM_FRACTION",
+        "XLA_PYTHON_CLIENT_MEM_FRACTION",
+    )  # the second is the old name
+    return float(next(filter(None, map(os.environ.get, names)), "0.75"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -377,7 +381,7 @@ def _limit(hardware: Hardware) -> str:
         return f", {hardware.memory:.1f} GiB each; the prediction was compared with GPUs only"
     return (
         f", {hardware.memory:.1f} GiB each, of which JAX takes {_gib(hardware.limit)} "
-        f"(XLA_PYTHON_CLIENT_MEM_FRACTION={fraction():g})"
+        f"(XLA_CLIENT_MEM_FRACTION={fraction():g})"
     )
 
 

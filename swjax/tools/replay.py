@@ -5,7 +5,7 @@
 
 import dataclasses
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -27,12 +27,11 @@ from swjax.training.config import ConfigError
 from swjax.training.inputs import open_batches, open_source
 from swjax.training.keys import KEYS
 from swjax.training.log.health import Health
-from swjax.training.log.metric_log import parse_line
 from swjax.training.log.packed import fetch, pack
 from swjax.training.log.results import configs_before
 from swjax.training.optimizer import split_frozen
 from swjax.training.setup import Parts, assemble, use_compilation_cache
-from swjax.training.state.checkpoint import Checkpoints
+from swjax.training.state.checkpoint import Checkpoints, saved_steps
 from swjax.training.state.restore import first_state
 from swjax.training.step import Batch, State, factor_of_loss, make_loss_and_grad, step_key
 
@@ -84,7 +83,7 @@ def replay(
       ConfigError: the run or the step does not exist, or its data cannot be opened.
     """
     workdir = Path(workdir)
-    config, log = load_config(workdir), dict(_log(workdir))
+    config, log = load_config(workdir), _log(workdir)
     use_compilation_cache(config)
     parts = assemble(config, open_source(config, "train"))
     if not 1 <= step <= parts.steps:
@@ -140,6 +139,9 @@ def load_config(workdir: Path) -> ConfigDict:
         for parent in parents:
             section = section.setdefault(parent, {})
         section[key] = tuple(section.get(key, default))
+    tokenizer = workdir / Path(str(saved["data"].get("tokenizer", ""))).name
+    if tokenizer.is_file():  # the run's own copy, which has moved with the workdir
+        saved["data"]["tokenizer"] = str(tokenizer)
     return ConfigDict(saved).lock()
 
 
@@ -155,7 +157,7 @@ def batch_examples(workdir: str | Path) -> Callable[[int], list[str]]:
         several sizes or orders, because the config has changed since the nearest checkpoint.
     """
     workdir = Path(workdir)
-    config, log = load_config(workdir), dict(_log(workdir))
+    config, log = load_config(workdir), _log(workdir)
     source = open_source(config, "train")
 
     def settings(config):
@@ -214,11 +216,10 @@ def _checkpoint_before(config, workdir: Path, step: int):
     """
     runs = {"workdir": str(workdir), "checkpoint.resume": config.checkpoint.resume}
     for key, folder in runs.items():
-        if folder and any((Path(folder) / "checkpoints").glob("[0-9]*")):
+        if earlier := [s for s in saved_steps(folder) if s < step] if folder else ():
             with closing(Checkpoints.of(key, folder)) as checkpoints:
-                if earlier := [s for s in checkpoints.steps() if s < step]:
-                    yield checkpoints, earlier[-1]
-                    return
+                yield checkpoints, max(earlier)
+            return
     if config.checkpoint.resume:
         raise ConfigError(
             f"no checkpoint of {workdir} or config.checkpoint.resume={config.checkpoint.resume!r} is "
@@ -257,20 +258,15 @@ def _gradients(
     return {name: (norms[name], largest[name]) for name in norms if name != "step"}
 
 
-def _log(workdir: Path) -> Iterator[tuple[int, dict]]:
-    """Yields (step, record) from metrics.jsonl, up to an incomplete last line.
+def _log(workdir: Path) -> dict[int, dict[str, Any]]:
+    """The records of metrics.jsonl by step, up to an incomplete last line.
 
     Raises:
       ConfigError: a line is damaged.
     """
-    path = workdir / "metrics.jsonl"
-    if not path.exists():
-        return
-    with open(path, encoding="utf-8", errors="replace") as file:
-        for number, line in enumerate(file, 1):
-            if line.endswith("\n"):
-                record = parse_line(number, line)
-                yield record["step"], record
+    with config_lib.blame_damage():
+        lines = recorder.read_lines(workdir / "metrics.jsonl")
+        return {record["step"]: record for record, _ in lines}
 
 
 def differences(record: dict[str, Any], log: dict[int, dict[str, Any]]) -> list[str]:

@@ -427,6 +427,15 @@ def to_json(config: ConfigDict) -> str:
     return mask_credentials(json.dumps(config.to_dict(), indent=2, sort_keys=True)) + "\n"
 
 
+@contextlib.contextmanager
+def blame_damage() -> Iterator[None]:
+    """Re-raises an error that names a damaged file of a run as a ConfigError."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
 def read_json(what: str, text: str, *, remedy: str, **types: Any) -> dict:
     """Parses the JSON object in a file of a run: `swjax.diagnostics.recorder.json_object`.
 
@@ -435,10 +444,8 @@ def read_json(what: str, text: str, *, remedy: str, **types: Any) -> dict:
     """
     from swjax.diagnostics.recorder import json_object  # Flax is slow to load
 
-    try:
+    with blame_damage():
         return json_object(f"{what} of this run", text, remedy=remedy, **types)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
 
 
 def saved_section(path: Path, name: str) -> dict:
@@ -454,9 +461,10 @@ def saved_section(path: Path, name: str) -> dict:
 
 # The user chooses the names and keys of the parts of a mixture.
 CHOSEN = "data.mixture."
-# Keys that may change when a run resumes, because they affect no result, or only its rounding.
+# Keys that may change when a run resumes, because they affect no result, or only its rounding; another
+# tokenizer is refused by `keep_tokenizer`.
 UNCOUNTED = ("checkpoint.every_steps:", "checkpoint.keep:", "checkpoint.mirror:", "checkpoint.resume:",
-             "data.dir:", "data.workers:", "diagnostics.", "log.", "mesh.", "report.",
+             "data.dir:", "data.tokenizer:", "data.workers:", "diagnostics.", "log.", "mesh.", "report.",
              "train.compilation_cache:", "train.concurrent_kernels:", "train.profile_steps:")  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 
 from swjax import data
 from swjax.data.batches import check_augmentation
-from swjax.data.survey import SAMPLE, Survey, refusal, survey
+from swjax.data.survey import Survey, refusal, survey
 from swjax.models import sharding
 from swjax.training import distributed
 from swjax.training.config import ConfigError, blame
@@ -129,11 +129,11 @@ def check_pictures(config: ConfigDict, sets: Mapping[str, Any]) -> list[str]:
             continue
         part = {"part": jax.process_index(), "parts": jax.process_count()}
         found = survey(source, **part)
-        own = np.array([found.read, len(found.bad)], np.int64)
-        read, bad = distributed.all_processes(own).sum(axis=0).tolist()
+        own = np.array([found.chosen, found.read, len(found.bad)], np.int64)
+        chosen, read, bad = distributed.all_processes(own).sum(axis=0).tolist()
         with distributed.all_or_none():
             _check_survey(config.data, name, found, read, bad)
-        if bad or read < min(SAMPLE, len(source)):
+        if bad or read < chosen:
             which = ": ".join(found.bad[0]) if found.bad else ""
             said.append(
                 f"{name}: {read:,} of {len(source):,} examples were read before the first step; {bad:,} "

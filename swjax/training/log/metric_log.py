@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 
 from swjax.diagnostics.recorder import number, truncate
 from swjax.safe_files import one_line
-from swjax.training.config import ConfigError, RunError, read_json, to_json
+from swjax.training.config import ConfigError, RunError, blame_damage, to_json
 
 
 class MetricLog:
@@ -28,7 +28,8 @@ class MetricLog:
       last_step: records after this step, which a killed run may have left, are removed.
 
     Raises:
-      ConfigError: `config.log.wandb` is set, but the package is not installed, or W&B refuses the run.
+      ConfigError: `config.log.wandb` is set, but the package is not installed, or W&B refuses the run; or a
+        line of metrics.jsonl is damaged.
       RunError: in `write`, the file no longer exists.
     """
 
@@ -52,7 +53,9 @@ class MetricLog:
             return
         if self._file:
             self._file.close()
-        self._offset = truncate(self._path, last_step, parse_line)
+        with blame_damage():
+            last = truncate(self._path, last_step, time=int | float)
+        self._offset = last.get("time", 0.0)
         self._start = time.perf_counter()
         self._file = open(self._path, "a")
 
@@ -163,17 +166,3 @@ def _start_wandb(workdir: Path, config: ConfigDict) -> Any:
             f"config.log.wandb={config.log.wandb!r}: {one_line(error)}: run "
             f"`wandb login`, name one of your projects, or set it to ''"
         ) from error
-
-
-def parse_line(number: int, line: str) -> dict[str, Any]:
-    """Parses a line of metrics.jsonl into a record.
-
-    Args:
-      number: line number, from 1.
-      line: the line, including its newline.
-
-    Raises:
-      ConfigError: the line is damaged.
-    """
-    what, remedy = f"metrics.jsonl, line {number},", "correct the line, or remove it"
-    return read_json(what, line, remedy=remedy, step=int, time=int | float)

@@ -52,9 +52,15 @@ for _name in ("absl", "asyncio"):
     logging.getLogger(_name).addFilter(_SaidOnce())
 
 
+def saved_steps(workdir: str | Path) -> set[int]:
+    """The steps of the complete checkpoints of a run, whose folders have their final name."""
+    paths = (Path(workdir) / "checkpoints").glob("*")
+    return {int(path.name) for path in paths if path.name.isdecimal()}
+
+
 def require_checkpoint(key: str, workdir: str) -> None:
-    """Raises a ConfigError if a run, which the config key `key` names, has no checkpoints."""
-    if not any((Path(workdir) / "checkpoints").glob("[0-9]*")):
+    """Raises a ConfigError if a run, which the config key `key` names, has no complete checkpoint."""
+    if not saved_steps(workdir):
         raise ConfigError(f"config.{key}={workdir!r} holds no checkpoint: give a run's workdir")
 
 

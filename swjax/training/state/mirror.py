@@ -18,9 +18,10 @@ from swjax.safe_files import inside, is_inside, mask_credentials, parse_json, re
 from swjax.training import distributed
 from swjax.training.config import ConfigError, blame
 from swjax.training.faults.errors import RunError
+from swjax.training.state.checkpoint import saved_steps
 
 INDEX = "mirror.json"
-_STAY = (".lock", "damaged")  # never copied; "checkpoints" are copied one by one
+_STAY = (".lock", "damaged", "mirror.part")  # never copied; "checkpoints" are copied one by one
 
 
 class Mirror:
@@ -73,7 +74,7 @@ class Mirror:
             if whole is None:
                 self._write([])  # fails before the run starts if the address is not writable
             newest = max(whole or [], default=-1)
-            if newest <= max(_steps(self._workdir), default=-1):
+            if newest <= max(saved_steps(self._workdir), default=-1):
                 return
             part = inside(self._workdir, "mirror.part")
             shutil.rmtree(part, ignore_errors=True)
@@ -111,7 +112,7 @@ class Mirror:
             say(f"{failed}; the next checkpoint triggers another attempt")
         self._copy = None
         self._say_links(say)
-        steps = _steps(self._workdir)
+        steps = saved_steps(self._workdir)
         if steps != self._seen:
             self._seen = steps
             self._copy = self._thread.submit(self._push)
@@ -136,7 +137,7 @@ class Mirror:
 
     def _push(self) -> None:
         with self._blame():
-            here, there = _steps(self._workdir), set(self._whole() or [])
+            here, there = saved_steps(self._workdir), set(self._whole() or [])
             for path in sorted(self._workdir.rglob("*")):
                 name = path.relative_to(self._workdir).as_posix()
                 if name.partition("/")[0] not in (*_STAY, "checkpoints"):
@@ -209,9 +210,3 @@ class Mirror:
             raise RunError(
                 f"{self._key} cannot be used: {reason}; with that fixed, the same command continues"
             ) from error
-
-
-def _steps(workdir: Path) -> set[int]:
-    """The steps of the complete checkpoints of a run, whose folders have their final name."""
-    folder = workdir / "checkpoints"
-    return {int(path.name) for path in folder.glob("[0-9]*") if path.name.isdigit()}

@@ -16,6 +16,7 @@ from swjax.training import config as config_lib
 from swjax.training import distributed
 from swjax.training.config import ConfigError
 from swjax.training.setup import WEIGHTS
+from swjax.training.state.checkpoint import saved_steps
 from swjax.training.state.initialization import KEY, fetched, is_run, model_of_run, unreadable
 
 _LARGEST_TOKENIZER = 2**28  # bytes
@@ -91,7 +92,7 @@ def keep_tokenizer(config: ConfigDict, workdir: Path) -> ConfigDict:
             raise ConfigError(f"config.data.tokenizer={shown}") from error
         if own.exists() and own.read_bytes() == content:
             return
-        if own.exists() and any((workdir / "checkpoints").glob("[0-9]*")):
+        if own.exists() and saved_steps(workdir):
             raise ConfigError(
                 f"config.data.tokenizer={mask_credentials(given)!r} differs from {own}, with which the run "
                 "began: leave it out, or use another --workdir"

@@ -163,19 +163,20 @@ def first_state(config: ConfigDict, init: Init, like: State) -> State:
     )
     new = compile_init(init.params, plain["params"])()
     params = first_parameters(address, replace(cfg, lora=None), new)
-    _refuse_frozen(config, params, new, like)
-    _say_limit(config, params)
+    trained, frozen = split_frozen(like["params"], config.optimizer.freeze)
+    _refuse_frozen(config, params, new, frozen)
+    _say_limit(config, params, trained)
     return compile_init(init.state, like)(params)
 
 
-def _refuse_frozen(config: ConfigDict, params: Any, new: Any, like: State) -> None:
+def _refuse_frozen(config: ConfigDict, params: Any, new: Any, frozen: Any) -> None:
     """Refuses parameters that are new, because the weights have none that fit, and would not be trained.
 
     Args:
       params: the result of `first_parameters`, which has arrays of `new` in their place.
       new: initialized parameters.
+      frozen: tree of the parameters that are not trained, from `split_frozen`.
     """
-    _, frozen = split_frozen(like["params"], config.optimizer.freeze)
     untrained = set(arrays_by_name(frozen))
     given, fresh = arrays_by_name(params), arrays_by_name(new)
     found = [name for name in given if given[name] is fresh[name] and name in untrained]
@@ -187,13 +188,15 @@ def _refuse_frozen(config: ConfigDict, params: Any, new: Any, like: State) -> No
         )
 
 
-def _say_limit(config: ConfigDict, params: Any) -> None:
-    """Warns if the first step will clamp the trained logit scale of the loaded weights."""
-    trained = split_frozen(params, config.optimizer.freeze)[0]["logit_scale"]
-    limit = limit_logit_scale(config, {"logit_scale": trained})["logit_scale"]
-    if trained is not None and trained != limit and distributed.is_first():
+def _say_limit(config: ConfigDict, params: Any, trained: Any) -> None:
+    """Warns if the first step will clamp the logit scale of the loaded weights, if it is `trained`."""
+    if trained["logit_scale"] is None:
+        return
+    logit_scale = params["logit_scale"]
+    limit = limit_logit_scale(config, {"logit_scale": logit_scale})["logit_scale"]
+    if logit_scale != limit and distributed.is_first():
         logger.warning(
             "init_from %s: the logit scale %.6g becomes %.6g, a limit of the softmax loss; "
             "optimizer.freeze=^logit_scale keeps it",
-            config.checkpoint.init_from, jnp.exp(trained), jnp.exp(limit),
+            config.checkpoint.init_from, jnp.exp(logit_scale), jnp.exp(limit),
         )  # fmt: skip
