@@ -4,6 +4,7 @@ import errno
 import itertools
 import json
 import re
+import resource
 
 import jax
 import jax.numpy as jnp
@@ -157,6 +158,23 @@ def test_a_recorder_closes_its_file_if_the_disk_is_full(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         recorder.close()
     assert recorder._file.closed
+
+
+def test_a_full_disk_leaves_whole_lines(tmp_path):
+    """A part of a line damaged the next one, lines were repeated, and the step could not be added again."""
+    path, limits = tmp_path / "metrics.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    with diagnostics.Recorder(path, fetch_every=1) as recorder:
+        recorder.add(1, {"train/loss": 1.0})
+        resource.setrlimit(resource.RLIMIT_FSIZE, (9, limits[1]))
+        try:
+            with pytest.raises(OSError, match="File too large"):
+                recorder.add(2, {"train/loss": 2.0})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert path.read_bytes() == b""
+        recorder.add(2, {"train/loss": 2.0})
+        recorder.close()  # a file may be closed twice
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
 
 
 def test_steps_are_integers_from_1(tmp_path):

@@ -98,9 +98,20 @@ def test_every_process_reads_the_rows_of_its_devices(sizes, devices_each, shares
         assert [found[p].index for p in share.readers] == list(range(share.count))
 
 
-def test_rows_that_overlap_are_one_line():
-    with pytest.raises(ValueError, match="make tensor a divisor or a multiple of the devices"):
-        sharding.batch_share(mesh_of(1, 2, 3, 2), 0)
+def test_rows_that_overlap_or_alternate_are_one_line():
+    alternating = mesh_of(2, 2, 1, 2)
+    alternating.devices = alternating.devices.transpose(1, 0, 2)
+    for mesh in (mesh_of(1, 2, 3, 2), alternating):
+        with pytest.raises(ValueError, match="make tensor a divisor or a multiple of the 2"):
+            sharding.batch_share(mesh, 0)
+
+
+def test_devices_are_ordered_by_process(monkeypatch):
+    """TPUs are numbered by position: evaluation assigned the rows of one process to another."""
+    devices = [SimpleNamespace(process_index=i % 2) for i in range(4)]
+    monkeypatch.setattr("jax.devices", lambda: devices)
+    monkeypatch.setattr(sharding, "Mesh", lambda devices, axes: devices)
+    assert [d.process_index for d in sharding.make_mesh().ravel()] == [0, 0, 1, 1]
 
 
 def test_processes_with_other_data_end_in_one_line(monkeypatch):

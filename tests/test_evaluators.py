@@ -235,6 +235,14 @@ def test_ties_within_rounding_are_ties():
     assert (ranking.ranks(x, noisy, [[i] for i in range(99)]) == 98).all()
 
 
+def test_nan_is_never_the_nearest():
+    found, cosines = ranking.top(
+        np.eye(3, dtype=np.float32), np.diag([1, np.nan, 1]).astype("f"), 3
+    )
+    assert found[:, -1].tolist() == [1, 1, 1] and np.isnan(cosines[:, -1]).all()
+    assert found[0, 0] == 0 and cosines[0, 0] == 1
+
+
 def test_ranks_do_not_depend_on_chunks(monkeypatch):
     rng = np.random.default_rng(0)
     x, y = (unit(rng.normal(size=(n, 8))).astype(np.float32) for n in (23, 31))

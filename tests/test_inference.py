@@ -4,6 +4,7 @@ import functools
 import io
 import json
 import shutil
+import tempfile
 from pathlib import Path
 
 import jax
@@ -166,7 +167,7 @@ def test_from_a_run(run, tmp_path):
 def test_runs_that_cannot_be_loaded(tmp_path):
     with pytest.raises(FileNotFoundError, match="runs does not exist"):
         inference.load(tmp_path / "runs")
-    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "1.orbax-checkpoint-tmp").mkdir(parents=True)
     with pytest.raises(ValueError, match="holds no checkpoint yet"):
         inference.load(tmp_path)
     with pytest.raises(ValueError, match="is a run and has its own configuration: leave cfg out"):
@@ -232,7 +233,10 @@ def test_images_in_every_container(encoder, tmp_path):
     data = encoded(Image.fromarray(IMAGES[1]), "PNG")
     path = tmp_path / "image.png"
     path.write_bytes(data)
-    ones = (data, io.BytesIO(data), path, IMAGES[1][None], jnp.asarray(IMAGES[1]),
+    temporary = tempfile.NamedTemporaryFile()  # is no io.IOBase
+    temporary.write(data)
+    temporary.seek(0)
+    ones = (data, io.BytesIO(data), temporary, path, IMAGES[1][None], jnp.asarray(IMAGES[1]),
             jnp.asarray(IMAGES[1])[None], [data], np.array([str(path)]))  # fmt: skip
     for images in ones:
         np.testing.assert_allclose(encoder.encode_image(images), expected, atol=1e-6)

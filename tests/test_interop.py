@@ -358,7 +358,12 @@ def test_pictures_that_a_layout_cannot_describe(tmp_path):
             {"resize_mode": "longest"},
             "no resize_mode='longest': use layout='open_clip'",
         ),
-        ("big_vision", {}, "needs vision.resize_mode='squash', .* got 'shortest'"),
+        ("big_vision", {}, "needs vision.resize_mode='squash' .* got 'shortest' and 'bicubic'"),
+        (
+            "big_vision",
+            SIGLIP["vision"] | {"interpolation": "bilinear"},
+            "got 'squash' and 'bilinear'",
+        ),
     ):
         options = SIGLIP if layout == "big_vision" else {}
         with pytest.raises(ValueError, match=message):
@@ -451,6 +456,8 @@ def test_what_a_layout_cannot_hold(tmp_path):
             interop.save(tmp_path / "none", make(**options), "huggingface")
     with pytest.raises(ValueError, match="layout must be one of .*, big_vision, got 'hf'"):
         interop.save(tmp_path / "none", make(), "hf")
+    with pytest.raises(ValueError, match="gelu must be 'tanh', .* got 'exact'"):
+        interop.save(tmp_path / "none", make(**SIGLIP | {"gelu": "exact"}), "siglip")
     assert not (tmp_path / "none").exists()
 
 

@@ -1,5 +1,6 @@
 """Writes the metrics of every step to a file, for any training loop, without making a step wait."""
 
+import io
 import json
 import math
 import operator
@@ -141,7 +142,7 @@ class Recorder:
             )
         path.parent.mkdir(parents=True, exist_ok=True)
         truncate(path, last_step)
-        self._file = open(path, "a", encoding="utf-8")
+        self._file = open(path, "ab", buffering=0)
         self._every, self._last = fetch_every, last_step
         self._packers: dict[tuple, tuple[Packer, Callable]] = {}
         self._pending: dict[int, list[tuple[Packer, jax.Array]]] = {}
@@ -184,33 +185,46 @@ class Recorder:
                     f"metrics of one step must have different names, got {min(both)!r} twice at step {step}: "
                     "rename one or leave it out"
                 )
-        self._last = step
         if step not in self._pending and len(self._pending) >= self._every:
             self.flush()
+        self._last = step
         self._pending.setdefault(step, []).append((packer, pack(metrics)))
 
     def flush(self) -> None:
-        """Writes all added metrics."""
+        """Writes all added metrics; an error, as of a full disk, leaves them and the file unchanged."""
         vectors = jax.device_get({s: [v for _, v in parts] for s, parts in self._pending.items()})
+        lines = []
         for step, parts in self._pending.items():
             line: dict[str, Any] = {"step": step}
             for (packer, _), vector in zip(parts, vectors[step], strict=True):
                 (record,) = packer.records({step: vector})
                 line |= {name: number(value) for name, value in record.items()}
-            self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+            lines.append(json.dumps(line) + "\n")
+        _append(self._file, "".join(lines).encode())
         self._pending = {}
 
     def close(self) -> None:
         """Writes the remaining metrics, and closes the file even if that fails, as on a full disk."""
-        with self._file:
-            self.flush()
+        if not self._file.closed:
+            with self._file:
+                self.flush()
 
     def __enter__(self) -> "Recorder":
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def _append(file: io.FileIO, data: bytes) -> None:
+    """Appends all of the data, or nothing: a part of a line would damage the line that follows it."""
+    end = file.seek(0, io.SEEK_END)
+    try:
+        while data:
+            data = data[file.write(data) :]
+    except OSError:
+        file.truncate(end)
+        raise
 
 
 def number(value: float | str | None) -> float | int | str | None:

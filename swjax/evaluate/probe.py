@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from flax import nnx
 
-from swjax import data, evaluators, inference
+from swjax import evaluators, inference
 from swjax.data import Fitting
 from swjax.data.labelled import Labelled
 from swjax.evaluators import embed
@@ -141,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         model = inference.load(options.model)
         sets = options.train, options.test
         scores = probe(model, *sets, [int(part) for part in shots], seed=options.seed)
-    except (OSError, ValueError, MissingPackage, data.BadData) as error:
+    except (OSError, ValueError, MissingPackage) as error:
         print(f"swjax probe: {printable(str(error))}", file=sys.stderr)
         return 2
     print(json.dumps(scores, indent=2))

@@ -59,7 +59,7 @@ def _ranks(queries, candidates, correct):
 
 
 def top(queries: np.ndarray, candidates: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Finds the k candidates most similar to each query, best first.
+    """Finds the k candidates most similar to each query, best first; NaN comes last.
 
     Args:
       queries: [n, e] float32, rows of length 1; all n x m similarities are in memory at once.
@@ -74,7 +74,10 @@ def top(queries: np.ndarray, candidates: np.ndarray, k: int) -> tuple[np.ndarray
 
 
 def _top(queries, candidates, k):
-    return jax.lax.top_k(_similarity(queries, candidates), k)
+    similarity = _similarity(queries, candidates)
+    # `top_k` takes NaN for the largest.
+    _, indices = jax.lax.top_k(jnp.where(jnp.isnan(similarity), -jnp.inf, similarity), k)
+    return jnp.take_along_axis(similarity, indices, axis=1), indices
 
 
 @functools.cache

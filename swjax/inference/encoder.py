@@ -1,7 +1,6 @@
 """An encoder of images and texts as unit vectors, zero-shot classification, and files of encoders."""
 
 import dataclasses
-import io
 import json
 import os
 from collections.abc import Iterable, Sequence
@@ -156,8 +155,9 @@ def _is_one_image(images) -> bool:
     """Whether the argument is one image, perhaps an invalid one that `pixels` rejects, and not several."""
     if isinstance(images, np.ndarray | jax.Array):
         return images.ndim != 4 and images.dtype.kind not in "OUS"  # those hold paths, or images
-    kinds = str | bytes | bytearray | memoryview | os.PathLike | io.IOBase
-    return isinstance(images, kinds) or not isinstance(images, Iterable)
+    kinds = str | bytes | bytearray | memoryview | os.PathLike
+    is_file = hasattr(images, "read")
+    return is_file or isinstance(images, kinds) or not isinstance(images, Iterable)
 
 
 def load(
@@ -234,7 +234,8 @@ def _of_run(workdir: Path, options: dict) -> tuple[clip.CLIP, tuple[str, ...]]:
     from swjax.training.state.checkpoint import Checkpoints
     from swjax.training.state.initialization import restored_model
 
-    if not any((workdir / "checkpoints").glob("[0-9]*")):
+    # A folder of another name is that of a save that did not end.
+    if not any(path.name.isdecimal() for path in (workdir / "checkpoints").iterdir()):
         raise ValueError(f"{workdir} holds no checkpoint yet: train on with the same command")
     try:
         saved = parse_json(read_inside(workdir, "config.json").decode(errors="replace"))
@@ -419,7 +420,7 @@ def pixels(image: Any, size: int, fitting: data.Fitting = SHORTEST) -> np.ndarra
     name = ""
     if isinstance(image, str | os.PathLike):
         name, image = f"{image}: ", Path(image).read_bytes()
-    elif isinstance(image, io.IOBase):
+    elif hasattr(image, "read"):
         image = image.read()
     if isinstance(image, bytes | bytearray | memoryview):
         try:

@@ -113,10 +113,11 @@ def write(path: Path, parameters: Mapping[str, np.ndarray], cfg: CLIPConfig) -> 
             f"big_vision's layout needs architecture='siglip' with gelu='tanh', got {cfg.architecture!r} "
             f"and {cfg.gelu!r}"
         )
-    if cfg.vision.resize_mode != "squash":
+    fitted = cfg.vision.resize_mode, cfg.vision.interpolation
+    if fitted[0] != "squash" or fitted[1] == "bilinear":
         raise ValueError(
-            f"big_vision's layout needs vision.resize_mode='squash', because it does not record another, got "
-            f"{cfg.vision.resize_mode!r}: set it, or use layout='siglip'"
+            f"big_vision's layout needs vision.resize_mode='squash' and 'bicubic' interpolation, because it "
+            f"does not record others, got {fitted[0]!r} and {fitted[1]!r}: set them, or use layout='siglip'"
         )
     held = {}
     for ours, theirs in _names():

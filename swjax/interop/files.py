@@ -196,10 +196,10 @@ def save(
     packed = {t.name: t.pack(parameters) for t in tensors(LAYOUTS[layout], shapes)}
     names = LAYOUTS[layout]
     processor = None if layout == "open_clip" else configs.to_image_processor(model.cfg)
+    config = json.dumps(_WRITERS[layout](model.cfg), indent=2)
     folder.mkdir(parents=True, exist_ok=True)
     # transformers rejects files without this format entry.
     tensor_files.write(folder / names.weights, packed, {"format": "pt"})
-    config = json.dumps(_WRITERS[layout](model.cfg), indent=2)
     write_atomically(folder / names.config, config + "\n")
     if processor:
         write_atomically(folder / PROCESSOR, json.dumps(processor, indent=2) + "\n")

@@ -5,6 +5,7 @@ The mesh has three axes. "data" shards the batch; "fsdp" shards the batch, the p
 """
 
 import functools
+import itertools
 import math
 import os
 import re
@@ -51,7 +52,7 @@ def make_mesh(
 
     Args:
       data, fsdp, tensor: number of devices along each axis; one of them may be -1, for all remaining devices.
-      devices: devices of the mesh; default all of `jax.devices()`.
+      devices: devices of the mesh; default all of `jax.devices()`, ordered by process.
 
     Raises:
       ValueError: the sizes do not multiply to the number of devices.
@@ -59,7 +60,8 @@ def make_mesh(
     >>> dict(make_mesh(devices=jax.devices()[:1]).shape)
     {'data': 1, 'fsdp': 1, 'tensor': 1}
     """
-    devices = jax.devices() if devices is None else devices
+    if devices is None:  # TPUs are numbered by position, across processes
+        devices = sorted(jax.devices(), key=lambda device: device.process_index)
     return Mesh(np.asarray(devices).reshape(mesh_sizes(len(devices), data, fsdp, tensor)), AXES)
 
 
@@ -110,7 +112,7 @@ def batch_share(mesh: Mesh, process: int | None = None) -> Share:
       process: index of the process; None means this process.
 
     Raises:
-      ValueError: the rows of two processes overlap partly.
+      ValueError: the rows of two processes overlap partly, or alternate.
 
     >>> batch_share(make_mesh()).count
     1
@@ -121,10 +123,11 @@ def batch_share(mesh: Mesh, process: int | None = None) -> Share:
         for device in devices:
             rows.setdefault(device.process_index, set()).add(row)
     parts = sorted({tuple(sorted(part)) for part in rows.values()})
-    if sum(map(len, parts)) != mesh.shape["data"] * mesh.shape["fsdp"]:
+    # Shares in the order of the processes are rows in the order of the batch.
+    if list(itertools.chain(*parts)) != list(range(mesh.shape["data"] * mesh.shape["fsdp"])):
         raise ValueError(
-            f"mesh {dict(mesh.shape)} splits the batch across processes unevenly: make tensor a divisor or a "
-            f"multiple of the devices of a process, {len(mesh.local_devices)}"
+            f"mesh {dict(mesh.shape)} splits the batch across processes unevenly: order the devices by "
+            f"process, and make tensor a divisor or a multiple of the {len(mesh.local_devices)} of a process"
         )
     own = tuple(sorted(rows[process]))
     first = {part: min(p for p in rows if tuple(sorted(rows[p])) == part) for part in parts}

@@ -69,6 +69,10 @@ DARK = Theme(
 _LABEL_HEIGHT = 0.17  # height of two lines of text, as a share of a chart's axis
 
 
+# Draws data into a figure, in the colors of a theme, and returns the caption.
+Draw = Callable[["Figure", Any, Theme], str]
+
+
 class Missing(Exception):
     """The log lacks the metrics of a chart; the message names them and the config key that enables them."""
 
@@ -78,17 +82,17 @@ class Chart:
     """One chart of the page.
 
     Attributes:
-      name: file name without its ending.
       title: text above the chart.
       caption: text below the chart, or the reason why it could not be drawn.
+      pictures: {name of the theme: PNG}; {} if it could not be drawn.
     """
 
-    name: str
     title: str
     caption: str
+    pictures: dict[str, bytes]
 
 
-def draw_all(metrics: Metrics, folder: Path) -> list[tuple[Chart, dict[str, bytes]]]:
+def draw_all(metrics: Metrics, folder: Path) -> list[Chart]:
     """Draws every chart whose metrics are recorded.
 
     Args:
@@ -96,26 +100,28 @@ def draw_all(metrics: Metrics, folder: Path) -> list[tuple[Chart, dict[str, byte
       folder: directory for <name>.png and <name>-dark.png; files of charts without metrics are removed.
 
     Returns:
-      Charts in the page's order, each with its PNGs by theme; a chart that failed has none.
+      The charts in the page's order.
     """
-    drawn = []
-    for name, (title, draw) in CHARTS.items():
-        paths = {"light": folder / f"{name}.png", "dark": folder / f"{name}-dark.png"}
-        pictures: dict[str, bytes] = {}
-        try:
-            caption, pictures = pngs(draw, metrics)
-        except Missing as reason:
-            caption = str(reason)
-        for theme, path in paths.items():
-            if theme in pictures:
-                write_atomically(path, pictures[theme])
+    drawn = {name: drawn_chart(title, draw, metrics) for name, (title, draw) in CHARTS.items()}
+    for name, chart in drawn.items():
+        for theme, ending in (("light", ".png"), ("dark", "-dark.png")):
+            path = folder / f"{name}{ending}"
+            if theme in chart.pictures:
+                write_atomically(path, chart.pictures[theme])
             else:
                 path.unlink(missing_ok=True)
-        drawn.append((Chart(name, title, caption), pictures))
-    return drawn
+    return list(drawn.values())
 
 
-def pngs(draw: Callable[["Figure", Any, Theme], str], data: Any) -> tuple[str, dict[str, bytes]]:
+def drawn_chart(title: str, draw: Draw, data: Any) -> Chart:
+    """Draws a chart, see `pngs`; without its data, its caption says what is missing."""
+    try:
+        return Chart(title, *pngs(draw, data))
+    except Missing as reason:
+        return Chart(title, str(reason), {})
+
+
+def pngs(draw: Draw, data: Any) -> tuple[str, dict[str, bytes]]:
     """Draws a chart for both themes.
 
     Args:
@@ -132,7 +138,7 @@ def pngs(draw: Callable[["Figure", Any, Theme], str], data: Any) -> tuple[str, d
     return drawn["light"][0], {name: png for name, (_, png) in drawn.items()}
 
 
-def _png(draw: Callable[["Figure", Any, Theme], str], data: Any, theme: Theme) -> tuple[str, bytes]:
+def _png(draw: Draw, data: Any, theme: Theme) -> tuple[str, bytes]:
     from matplotlib import rc_context  # imported here: slow to load, and only the report needs it
     from matplotlib.figure import Figure
 

@@ -31,7 +31,7 @@ def render(
     changes: list[tuple[str, str]],
     environment: dict[str, str],
     metrics: Metrics,
-    charts: list[tuple[Chart, dict[str, bytes]]],
+    charts: list[Chart],
     results: dict[str, float],
     predictions: list[dict],
     nearest_images: list[dict],
@@ -45,7 +45,7 @@ def render(
       changes: when the config changed, and each change.
       environment: {name: value} from env.txt.
       metrics: columns of the log.
-      charts: each chart with its PNGs by theme.
+      charts: the charts.
       results: {name: score}, the final scores and the chance scores.
       predictions: {"image": URL, "name", "guesses"} each.
       nearest_images: {"caption", "images": URLs, "own": whether each is the caption's own} each.
@@ -60,7 +60,7 @@ def render(
         predictions=_predictions(predictions)
         + _nearest_images(nearest_images)
         + _left_out(left_out),
-        charts="".join(chart(*each) for each in charts),
+        charts="".join(map(chart, charts)),
         scores=_scores(results),
         command=escape(environment.get("command", "unknown: the run has no env.txt")),
         environment=_table((k, v) for k, v in environment.items() if k != "command" and v)
@@ -215,12 +215,12 @@ def _left_out(reasons: list[str]) -> str:
     return f"<p class='missing'>{len(reasons)} picture{s} left out: {escape(reasons[0])}</p>"
 
 
-def chart(shown: Chart, pictures: dict[str, bytes]) -> str:
+def chart(shown: Chart) -> str:
     """A chart as an HTML card, or the reason for its absence."""
     title, caption = escape(shown.title), escape(shown.caption)
-    if not pictures:
+    if not shown.pictures:
         return f'<section class="card"><h3>{title}</h3><p class="missing">{caption}</p></section>'
-    drawn = picture(pictures, shown.title)
+    drawn = picture(shown.pictures, shown.title)
     return f'<section class="card"><h3>{title}</h3>{drawn}<p>{caption}</p></section>'
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from swjax.report import charts, page
-from swjax.report.charts import Chart, Theme
+from swjax.report.charts import Theme
 from swjax.safe_files import write_atomically
 
 if TYPE_CHECKING:  # matplotlib is slow to load
@@ -33,13 +33,12 @@ def write(result: dict, workdir: Path) -> Path:
     Returns:
       Path of the page.
     """
-    layers = [
-        (Chart(kind, title, ""), partial(draw_errors, kind=kind)) for kind, title in KINDS.items()
-    ]
-    losses = [
-        (Chart("loss", "Training loss", ""), draw_losses),
-        (Chart("gap", "Distance from the reference", ""), draw_gap),
-    ]
+    layers = [(title, partial(draw_errors, kind=kind)) for kind, title in KINDS.items()]
+    losses = [("Training loss", draw_losses), ("Distance from the reference", draw_gap)]
+
+    def draw(title, function) -> str:
+        return page.chart(charts.drawn_chart(title, function, result))
+
     text = page.fill(
         "precision.html",
         title=f"{', '.join(result['layers'])} compared with {result['reference']}",
@@ -49,8 +48,8 @@ def write(result: dict, workdir: Path) -> Path:
             for arm in result["layers"]
             for kind in KINDS
         ),
-        layers="".join(_draw(chart, draw, result) for chart, draw in layers),
-        losses="".join(_draw(chart, draw, result) for chart, draw in losses)
+        layers="".join(draw(*chart) for chart in layers),
+        losses="".join(draw(*chart) for chart in losses)
         if result["losses"]
         else "<p class='missing'>No training, because of --steps=0.</p>",
         summary=page.numbers(["", *result["layers"]], _summary_rows(result)),
@@ -141,12 +140,6 @@ def draw_gap(figure: "Figure", result: dict, theme: Theme) -> str:
     axes.set_yscale("log")
     axes.legend(frameon=False, fontsize=8)
     return "Grey: the reference with other seeds and batches."
-
-
-def _draw(chart: Chart, draw, result: dict) -> str:
-    """Renders a chart as HTML, with its pictures embedded."""
-    caption, pictures = charts.pngs(draw, result)
-    return page.chart(Chart(chart.name, chart.title, caption), pictures)
 
 
 def _colors(theme: Theme) -> list[str]:

@@ -157,14 +157,13 @@ def table(runs: Sequence[Run]) -> list[list[str]]:
 
 def write_page(runs: Sequence[Run], path: Path) -> None:
     """Writes a self-contained page: the losses in one chart, the scores, and the config differences."""
-    caption, pictures = charts.pngs(_draw, runs)
     header, *rows = table(runs)
     text = page.fill(
         "runs.html",
         title="1 run" if len(runs) == 1 else f"{len(runs)} runs",
         subtitle=", ".join(run.name for run in runs[:6]) + (", ..." if len(runs) > 6 else ""),
         tiles="",
-        chart=page.chart(charts.Chart("loss", "Training loss", caption), pictures),
+        chart=page.chart(charts.drawn_chart("Training loss", _draw, runs)),
         table=page.numbers(header, rows),
     )
     write_atomically(path, text)

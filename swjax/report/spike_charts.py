@@ -1,14 +1,13 @@
 """The charts of the page about loss spikes."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from swjax.diagnostics.names import OPERANDS, RMS
 from swjax.diagnostics.spikes import Analysis, Event
-from swjax.report.charts import Missing, Theme, lay_out, note
+from swjax.report.charts import Draw, Missing, Theme, lay_out, note
 from swjax.report.records import Series, at, smooth
 
 if TYPE_CHECKING:  # matplotlib is slow to load
@@ -132,14 +131,14 @@ def draw_quantization(figure: "Figure", data: Data, theme: Theme) -> str:
 
 
 CHARTS = (
-    ("loss", "Training loss", draw_loss),
-    ("rms", "RMS", draw_rms),
-    ("tensors", "Tensors whose RMS events precede loss spikes", draw_tensors),
-    ("quantization", "Quantization noise", draw_quantization),
+    ("Training loss", draw_loss),
+    ("RMS", draw_rms),
+    ("Tensors whose RMS events precede loss spikes", draw_tensors),
+    ("Quantization noise", draw_quantization),
 )
 
 
-def draw_event(event: Event) -> Callable:
+def draw_event(event: Event) -> Draw:
     """Returns a function that draws the steps around an event: the loss above the RMS of leading tensors."""
 
     def draw(figure, data: Data, theme: Theme) -> str:

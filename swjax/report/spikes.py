@@ -16,7 +16,6 @@ import numpy as np
 from swjax.diagnostics.names import RMS
 from swjax.diagnostics.spikes import Alignment, Analysis, Event, Rules, analyse
 from swjax.report import charts, page, records, spike_charts
-from swjax.report.charts import Chart
 from swjax.safe_files import make_folder, mask_credentials, printable, write_atomically
 
 METRICS = re.compile(rf"train/loss$|{RMS}|quantization/sqnr_db/")
@@ -129,7 +128,9 @@ def _render(workdir: Path, data: spike_charts.Data, examples) -> str:
         title=f"Loss spikes of {workdir.resolve().name}",
         subtitle=_subtitle(data),
         tiles="".join(_tiles(analysis)),
-        charts="".join(_chart(data, *chart) for chart in spike_charts.CHARTS),
+        charts="".join(
+            page.chart(charts.drawn_chart(*chart, data)) for chart in spike_charts.CHARTS
+        ),
         alignments=_alignments(analysis),
         events="".join(cards) or _none(analysis, "There are none by these rules."),
         rules=_rules(analysis.rules),
@@ -160,14 +161,6 @@ def _tiles(analysis: Analysis) -> Iterable[str]:
         yield page.tile(
             "By chance", charts.percent(best.chance), f"of them; p = {best.p_value:.2g}"
         )
-
-
-def _chart(data: spike_charts.Data, name: str, title: str, draw: Callable) -> str:
-    try:
-        caption, pictures = charts.pngs(draw, data)
-    except charts.Missing as reason:
-        caption, pictures = str(reason), {}
-    return page.chart(Chart(name, title, caption), pictures)
 
 
 def _alignments(analysis: Analysis) -> str:
