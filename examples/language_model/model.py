@@ -117,8 +117,9 @@ class MLP(nnx.Module):
 def linear(config: Config, inputs: int, outputs: int, rngs: nnx.Rngs, depth: int = 0) -> nnx.Linear:
     """A linear layer; `depth` is the number of blocks if its output is added to the residual stream."""
     init = nnx.initializers.normal(config.init / (2 * depth) ** 0.5 if depth else config.init)
-    options = {"use_bias": False, "dtype": config.dtype, "kernel_init": init, "rngs": rngs}
-    return nnx.Linear(inputs, outputs, **options)
+    return nnx.Linear(
+        inputs, outputs, use_bias=False, dtype=config.dtype, kernel_init=init, rngs=rngs
+    )
 
 
 def norm(config: Config, rngs: nnx.Rngs) -> nnx.RMSNorm:
