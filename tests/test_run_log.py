@@ -267,10 +267,16 @@ def test_wandb_is_told_the_newest_record(micro, tmp_path, monkeypatch):
     assert first["project"] == "project" and first["id"] == second["id"]
 
 
-def test_tensorboard_gets_the_newest_record(micro, tmp_path):
+def test_tensorboard_gets_the_newest_record(micro, tmp_path, monkeypatch):
+    added, add = [], metric_log.Board._add
+    monkeypatch.setattr(
+        metric_log.Board, "_add", lambda board, event: added.append(event) or add(board, event)
+    )
     log = metric_log.MetricLog(tmp_path, micro(log__tensorboard="true"), last_step=0)
     log.write([{"step": 1, "train/loss": float("nan")}, {"step": 2, "train/loss": 0.1}])
+    log.rewind(2)  # as in a rollback, of which TensorBoard was not told
     log.close()
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["train/loss"] for line in lines] == [None, 0.1]
     assert list((tmp_path / "tensorboard").iterdir())
+    assert [event.step for event in added if event.HasField("session_log")] == [1, 3]

@@ -269,8 +269,10 @@ def test_a_run_takes_the_tokenizer_of_its_weights(gemma, tmp_path):
     (tmp_path / "moved").rename(tmp_path / "run")
     (tmp_path / "run" / "checkpoints" / "3").mkdir(parents=True)
     siglip_files.t5_json(folder / "tokenizer.json")
-    with pytest.raises(ConfigError, match="differs from .*tokenizer.json, with .* run began"):
-        keep_tokenizer(small(data__tokenizer=str(folder / "tokenizer.json")), tmp_path / "run")
+    (folder / "other.model").write_bytes(b"a model of SentencePiece")
+    for name in ("tokenizer.json", "other.model"):
+        with pytest.raises(ConfigError, match="differs from .*tokenizer.json, with .* run began"):
+            keep_tokenizer(small(data__tokenizer=str(folder / name)), tmp_path / "run")
     write_weights(tmp_path / "clip")
     shutil.copy(path, tmp_path / "clip" / "tokenizer.json")  # CLIPs have one too
     address = ("checkpoint.init_from", str(tmp_path / "clip"))

@@ -485,6 +485,12 @@ def changes(saved: str, config: ConfigDict) -> list[str]:
     return [change for change in found if not change.startswith(UNCOUNTED)]
 
 
+def changes_of_run(workdir: Path, config: ConfigDict) -> list[str]:
+    """`changes` since a run's config.json; [] if it has none."""
+    path = workdir / "config.json"
+    return changes(path.read_text(errors="replace"), config) if path.exists() else []
+
+
 def differences(old: dict, new: dict, prefix: str = "") -> list[str]:
     """Lists the differences between two configs like `changes`, but with every key."""
     found = []
@@ -519,8 +525,7 @@ def blame_changes(workdir: Path, config: ConfigDict) -> Iterator[None]:
     try:
         yield
     except OtherArrays as error:
-        path = workdir / "config.json"
-        changed = changes(path.read_text(errors="replace"), config) if path.exists() else []
+        changed = changes_of_run(workdir, config)
         shaping = [f"config.{change}" for change in changed if change.startswith(SHAPING)]
         if not shaping:
             raise

@@ -230,7 +230,7 @@ class Feed:
         ahead = self._ahead or self._read()
         if not ahead.all_have:
             raise StopIteration
-        if distributed.several():
+        if jax.process_count() > 1:
             # The processes compute this step while they find out about the next batch.
             self._ahead = self._read()
         self._progress = ahead.progress
@@ -289,9 +289,8 @@ class _Ahead:
 
     def __init__(self, batch: dict[str, np.ndarray] | None, progress: Any, mesh: jax.sharding.Mesh):
         self.batch, self.progress = batch, progress
-        self._all = (
-            None if not distributed.several() else distributed.all_say(batch is not None, mesh)
-        )
+        several = jax.process_count() > 1
+        self._all = distributed.all_say(batch is not None, mesh) if several else None
 
     @property
     def all_have(self) -> bool:

@@ -97,7 +97,7 @@ class Interrupt:
         if self.requested:
             return  # a Ctrl-C ends the reader of the output too
         self.output_failed = True
-        if jax.process_count() > 1:
+        if self._several:
             os.kill(os.getpid(), signal.SIGTERM)
         else:
             self.requested, self._since = True, time.monotonic()

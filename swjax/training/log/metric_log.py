@@ -43,7 +43,7 @@ class MetricLog:
         if config.log.wandb:
             self._wandb = _start_wandb(workdir, config)
         if config.log.tensorboard:
-            self._board = Board(workdir / "tensorboard", last_step)
+            self._board = Board(workdir / "tensorboard")
         self._path = workdir / "metrics.jsonl"
         self.rewind(last_step)
 
@@ -53,6 +53,8 @@ class MetricLog:
             return
         if self._file:
             self._file.close()
+        if self._board:
+            self._board.rewind(last_step)
         with blame_damage():
             last = truncate(self._path, last_step, time=int | float)
         self._offset = last.get("time", 0.0)
@@ -112,18 +114,19 @@ class Board:
 
     Args:
       directory: directory of the event files; this process adds one file.
-      last_step: TensorBoard then hides events of later steps that earlier processes wrote.
     """
 
-    def __init__(self, directory: Path, last_step: int):
+    def __init__(self, directory: Path):
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event, SessionLog
 
         directory.mkdir(exist_ok=True)
-        self._event = Event
+        self._event, self._start = Event, SessionLog(status=SessionLog.START)
         self._writer = EventsWriter(str(directory / "events"), f".{os.getpid()}")
-        start = SessionLog(status=SessionLog.START)
-        self._add(Event(step=last_step + 1, wall_time=time.time(), session_log=start))
+
+    def rewind(self, last_step: int) -> None:
+        """Makes TensorBoard hide the events of later steps, also those that earlier processes wrote."""
+        self._add(self._event(step=last_step + 1, wall_time=time.time(), session_log=self._start))
 
     def write(self, step: int, scalars: dict[str, float]) -> None:
         """Writes the scalars {name: value} of a step."""

@@ -34,15 +34,14 @@ def record_setup(config: ConfigDict, workdir: Path, console: Console, step: int)
     """
     entries, now = configs_before(workdir, step), json.loads(config_lib.to_json(config))
     resumed = config.checkpoint.resume
-    other = Path(resumed) / "config.json"
     changes: list[str] = []
     if entries:
         last = entries[-1]["config"]
         changes = config_lib.differences(last, now)
         for change in config_lib.changes(json.dumps(last), config):
             console.say(f"the config changes after step {step}: {change}")
-    elif step and resumed and other.exists():
-        for change in config_lib.changes(other.read_text(errors="replace"), config):
+    elif step and resumed:
+        for change in config_lib.changes_of_run(Path(resumed), config):
             console.say(f"the config differs from that of {resumed}: {change}")
     if changes or not entries:
         entries.append({"step": step, "changes": changes, "config": now})
@@ -82,9 +81,7 @@ def is_finished(config: ConfigDict, workdir: Path) -> bool:
     """
     if not (workdir / "results.json").exists():
         return False
-    path = workdir / "config.json"
-    changed = config_lib.changes(path.read_text(errors="replace"), config) if path.exists() else []
-    if changed:
+    if changed := config_lib.changes_of_run(workdir, config):
         raise ConfigError(
             f"{workdir} holds a finished run with another config ({'; '.join(changed[:3])}): "
             f"use another --workdir"

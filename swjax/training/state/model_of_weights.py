@@ -92,9 +92,10 @@ def keep_tokenizer(config: ConfigDict, workdir: Path) -> ConfigDict:
             raise ConfigError(f"config.data.tokenizer={shown}") from error
         if own.exists() and own.read_bytes() == content:
             return
-        if own.exists() and saved_steps(workdir):
+        begun = next(workdir.glob("tokenizer.*"), None)
+        if begun and saved_steps(workdir):
             raise ConfigError(
-                f"config.data.tokenizer={mask_credentials(given)!r} differs from {own}, with which the run "
+                f"config.data.tokenizer={mask_credentials(given)!r} differs from {begun}, with which the run "
                 "began: leave it out, or use another --workdir"
             )
         write_atomically(own, content)
