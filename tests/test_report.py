@@ -166,7 +166,7 @@ def test_run_without_evaluation_or_stable_adamw(run):
     page = Page(path)
     for text in (
         "set config.eval.every_steps",
-        "set config.diagnostics.rms",
+        "set config.diagnostics.rms; a frozen parameter has none",
         "No stability/feature_mean_abs/vision/<block>",
         "No perf/samples_per_sec_per_device",
         "No scores: the run has no test split, or has not finished",

@@ -227,7 +227,7 @@ def draw_accuracy(figure: "Figure", metrics: Metrics, theme: Theme) -> str:
 
 def draw_rms(figure: "Figure", metrics: Metrics, theme: Theme) -> str:
     """Draws the RMS of the patch embedding's update, with the thresholds of clipping and of an RMS event."""
-    rms = _need(metrics, PATCH_RMS, "set config.diagnostics.rms")
+    rms = _need(metrics, PATCH_RMS, "set config.diagnostics.rms; a frozen parameter has none")
     axes = lay_out(figure.subplots(), "step")
     axes.plot(rms.step, rms.value, color=theme.series[0], linewidth=1.0)
     events = rms.value >= RMS_EVENT
