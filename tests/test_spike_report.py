@@ -252,10 +252,11 @@ def test_a_step_that_is_none(run):
 def test_a_run_that_goes_on_with_another(run, micro, tmp_path):
     """Steps of a run that continues another are replayed from that run's checkpoints."""
     config = micro(checkpoint__resume=str(run))
-    start, position = replay._position_before(config, tmp_path, 5)
+    start, position = replay._position_before(config, tmp_path, 5, range(40))
     assert start == 4 and position["taken"] == [4 * 8]
+    assert replay._position_before(config, tmp_path, 5, range(24)) == (4, None)  # other data
     with pytest.raises(ConfigError, match="is older than step 2: give a later step$"):
-        replay._position_before(config, tmp_path, 2)
+        replay._position_before(config, tmp_path, 2, range(40))
 
 
 def test_report_of_a_run_names_examples_and_the_command(reference, tmp_path):

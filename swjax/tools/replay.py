@@ -170,7 +170,7 @@ def batch_examples(workdir: str | Path) -> Callable[[int], list[str]]:
         }
 
     def examples(step: int) -> list[str]:
-        start, position = _position_before(config, workdir, step)
+        start, position = _position_before(config, workdir, step, source)
         skipped = [log.get(s, {}).get("data/skipped", 0) for s in (start, step)]
         if skipped[0] != skipped[1] or (position is None and config.train.nan_policy == "rollback"):
             raise ConfigError(f"step {step} depends on examples skipped before it: replay the step")
@@ -196,15 +196,23 @@ def _state_before(
     with _checkpoint_before(config, workdir, step) as found:
         if found:
             checkpoints, earlier = found
-            return checkpoints.restore(parts.like, earlier)
+            state, position = checkpoints.restore(parts.like, earlier)
+            return state, _of_these(parts.source, position, checkpoints, workdir)
     return first_state(config, parts.init, parts.like), None
 
 
-def _position_before(config, workdir: Path, step: int) -> tuple[int, dict | None]:
+def _of_these(source, position: dict, checkpoints: Checkpoints, workdir: Path) -> dict | None:
+    """The data position, or None if that of another workdir belongs to other data: see `Feed`."""
+    other = not checkpoints.directory.parent.samefile(workdir)
+    return None if other and position["examples"] != len(source) else position
+
+
+def _position_before(config, workdir: Path, step: int, source) -> tuple[int, dict | None]:
     with _checkpoint_before(config, workdir, step) as found:
         if found:
             checkpoints, earlier = found
-            return earlier, checkpoints.position(earlier)
+            position = checkpoints.position(earlier)
+            return earlier, _of_these(source, position, checkpoints, workdir)
     return 0, None
 
 
