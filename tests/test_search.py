@@ -85,14 +85,15 @@ def test_the_pictures_of_a_run(weights, photos, tmp_path, monkeypatch):
     """Images of a run's split are read as in training."""
     table = tmp_path / "pictures.csv"
     lines = [f"{path},picture {path.stem}" for path in sorted(photos.rglob("*.jpg"))]
+    lines.append(lines[0])  # another caption of a picture: it is found once
     table.write_text("\n".join(["image,caption", *lines]))
     run = tmp_path / "run"
     run.mkdir()
     config = run_config(table, tmp_path)
     (run / "config.json").write_text(config)
     pictures = search_lib.Split(str(run), "test")
-    assert len(pictures) == 7 and pictures.name(0) == f"{photos}/0/<0>.jpg"
-    (row,) = search(inference.load(weights), ["picture"], pictures, count=7)
+    assert len(pictures) == 8 and pictures.name(0) == f"{photos}/0/<0>.jpg"
+    (row,) = search(inference.load(weights), ["picture"], pictures, count=8)
     assert sorted(each.number for each in row) == list(range(7))
     with pytest.raises(ValueError, match=r"has no split 'val': pass --split or --pictures"):
         search_lib.Split(str(run), "val")

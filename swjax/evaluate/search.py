@@ -5,6 +5,7 @@ python -m swjax search clip.safetensors "a red fox" --pictures=photos
 """
 
 import argparse
+import hashlib
 import sys
 from collections.abc import Iterator, Sequence
 from html import escape
@@ -156,8 +157,11 @@ def search(
 
 
 def _read(pictures: Pictures, vision: VisionConfig, numbers: list[int]) -> Iterator[np.ndarray]:
-    """Yields the readable pictures in order and appends their numbers; shows progress on a terminal."""
-    live = sys.stderr.isatty()
+    """Yields the readable pictures in order and appends their numbers; shows progress on a terminal.
+
+    Of a run's examples with equal pixels, as in a table with a row for each caption, it yields the first.
+    """
+    live, seen = sys.stderr.isatty(), set[bytes]()
     for index in range(len(pictures)):
         if live and (index % 100 == 0 or index == len(pictures) - 1):
             print(f"\rreading {index + 1} of {len(pictures)}", end="", file=sys.stderr)
@@ -167,6 +171,10 @@ def _read(pictures: Pictures, vision: VisionConfig, numbers: list[int]) -> Itera
             skipped = printable(pictures.reason(index, error))
             print(f"swjax search: skipped {skipped}", file=sys.stderr)
             continue
+        digest = hashlib.blake2b(picture.tobytes(), digest_size=16).digest()
+        if isinstance(pictures, Split) and digest in seen:
+            continue
+        seen.add(digest)
         numbers.append(index)
         yield picture
     if live:
