@@ -17,10 +17,10 @@ if __name__ == "__main__":
 
     from swjax.models import sharding
     from swjax.training.config import ConfigError
-    from swjax.training.state.checkpoint import Checkpoints, check_shared, lock
+    from swjax.training.state.checkpoint import Checkpoints, check_shared, lock_workdir
 
     workdir = Path(sys.argv[1]) / str(jax.process_index())
-    distributed.first_does(lambda: lock(workdir))
+    distributed.first_does(lambda: lock_workdir(workdir))
     try:
         check_shared(workdir)
     except ConfigError as error:

@@ -14,7 +14,7 @@ from swjax import __main__ as swjax_commands
 from swjax.evaluate import __main__ as evaluate
 from swjax.training import config as config_lib
 from swjax.training import loop
-from swjax.training.state.checkpoint import lock
+from swjax.training.state.checkpoint import lock_workdir
 
 ROOT = Path(__file__).resolve().parent.parent
 OPENMOJI = f"--config={ROOT}/configs/openmoji.py"
@@ -229,7 +229,7 @@ def test_a_workdir_that_cannot_be_made_is_one_line(make, tmp_path, capsys):
 def test_a_workdir_that_orbax_reads_as_a_pattern_is_refused(name, tmp_path):
     """Checkpoints in lr[1] were written without their arrays."""
     with pytest.raises(config_lib.ConfigError, match="in its path, which Orbax reads as a pattern"):
-        lock(tmp_path / name / "run")
+        lock_workdir(tmp_path / name / "run")
     assert not list(tmp_path.iterdir())
 
 

@@ -27,7 +27,7 @@ from swjax.training import evaluation
 from swjax.training.config import ConfigError
 from swjax.training.log.console import Console
 from swjax.training.log.results import record_setup
-from swjax.training.state.checkpoint import WRITTEN, Checkpoints, lock
+from swjax.training.state.checkpoint import WRITTEN, Checkpoints, lock_workdir
 from swjax.training.state.restore import init_or_restore
 
 
@@ -238,7 +238,7 @@ def test_a_run_writes_through_no_link(tmp_path):
         with pytest.raises(
             ConfigError, match=f"has the link '{name}', and a run writes through no"
         ):
-            lock(workdir)
+            lock_workdir(workdir)
     assert (tmp_path / "victim").read_text() == "kept"
 
 

@@ -239,7 +239,7 @@ def test_gradients_of_a_run_with_frozen_parameters(micro, monkeypatch):
 def test_replay_tells_what_differs():
     log = {1: {"step": 1, "train/loss": 7.0, "stability/rms/w": None, "time": 3.0}}
     here = {"step": 1, "train/loss": 0.5, "stability/rms/w": float("nan")}
-    assert replay.differences(here, log) == ["step 1: train/loss: 7.0 there, 0.5 here"]
+    assert replay.differing_metrics(here, log) == ["step 1: train/loss: 7.0 there, 0.5 here"]
 
 
 @pytest.mark.release

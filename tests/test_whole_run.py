@@ -12,7 +12,7 @@ from micro_run import command_of, records
 from swjax.training import config as config_lib
 from swjax.training import loop
 from swjax.training.config import ConfigError
-from swjax.training.state.checkpoint import lock
+from swjax.training.state.checkpoint import lock_workdir
 
 
 def test_a_run_leaves_everything_behind(reference):
@@ -50,10 +50,10 @@ def test_a_finished_run_of_another_config_is_not_mistaken(reference, micro):
 
 
 def test_a_workdir_serves_one_process(micro, tmp_path):
-    with lock(tmp_path):
+    with lock_workdir(tmp_path):
         with pytest.raises(ConfigError, match=f"in use by process {os.getpid()} on "):
             loop.train_and_evaluate(micro(), tmp_path)
-    lock(tmp_path).close()  # the lock was released
+    lock_workdir(tmp_path).close()  # the lock was released
 
 
 @pytest.mark.release

@@ -34,7 +34,7 @@ def is_offline() -> bool:
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
 
 
-def answers() -> bool:
+def is_reachable() -> bool:
     """Whether a connection to the hub is possible: huggingface_hub tries for half a minute, with warnings."""
     proxies = ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy")
     if any(map(os.environ.get, proxies)):

@@ -112,7 +112,7 @@ def _of_hub(repository: str, revision: str | None, config: str | None, split: st
         if snapshot.is_dir():
             _check_shards(snapshot, repository, remedy)
             return datasets.load_dataset(str(snapshot), config, split=split)
-        if hub_cache.is_offline() or hub_cache.answers():
+        if hub_cache.is_offline() or hub_cache.is_reachable():
             return datasets.load_dataset(repository, config, split=split, revision=revision)
     # OSError: the network or the disk failed.
     except (OSError, datasets.exceptions.DatasetNotFoundError) as error:

@@ -124,7 +124,7 @@ def texts(value: Any) -> tuple[str, ...]:
     return captions
 
 
-def json_object(data: str | bytes) -> dict[str, Any]:
+def json_fields(data: str | bytes) -> dict[str, Any]:
     """Parses a JSON object.
 
     Raises:

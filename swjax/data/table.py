@@ -14,7 +14,7 @@ import numpy as np
 
 from swjax.data import files
 from swjax.data.index import Index, Scan, checked_size_and_version
-from swjax.data.photographs import Photographs, Record, field, json_object, listed, named, texts
+from swjax.data.photographs import Photographs, Record, field, json_fields, listed, named, texts
 from swjax.data.skipping import BadExample
 from swjax.data.sources import spread
 
@@ -90,7 +90,7 @@ class Layout:
           BadExample: the row cannot be read, or has another number of cells than there are columns.
         """
         if not self.separator:
-            return json_object(self._text(data))
+            return json_fields(self._text(data))
         cells = self._cells(data)
         if len(cells) != len(self.columns):
             more = len(cells) > len(self.columns) and self.separator == ","

@@ -7,7 +7,7 @@ import numpy as np
 
 from swjax.data import files, tar
 from swjax.data.index import Index, Scan
-from swjax.data.photographs import Photographs, Record, field, json_object, listed, texts
+from swjax.data.photographs import Photographs, Record, field, json_fields, listed, texts
 from swjax.data.skipping import BadExample
 
 _LARGEST_SAMPLE = 2**28  # bytes
@@ -109,7 +109,7 @@ class WebDataset(Photographs):
             extension, _, name = key.partition("/")
             if extension in found:
                 text = found[extension]
-                text = field(json_object(text), name) if name else text
+                text = field(json_fields(text), name) if name else text
                 return Record(image, texts(text))
         raise BadExample(f"no {'/'.join(self._text_keys)} file, only {listed(found)}")
 

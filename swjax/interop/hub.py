@@ -183,7 +183,7 @@ def _downloaded(model: Model) -> Path:
         raise ValueError(f"{_absent(model)}; {error}") from error
     from huggingface_hub import errors, hf_hub_download
 
-    if not hub_cache.answers():
+    if not hub_cache.is_reachable():
         raise ValueError(_absent(model))
 
     def get(name: str) -> Path:

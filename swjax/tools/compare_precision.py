@@ -116,10 +116,10 @@ def compare(config: ConfigDict, args: argparse.Namespace) -> dict:
         raise ConfigError(f"{REFERENCE} compares the reference with itself: name another in --arms")
     batches = first_batches(config, max(1, args.steps))
     few = {name: rows[: args.examples] for name, rows in batches[0].items() if name != "index"}
-    reference = observe(configs[REFERENCE], few)
+    reference = layer_errors.observe(configs[REFERENCE], few)
     layers = {}
     for arm in others:
-        layers[arm] = layer_errors.errors(reference, observe(configs[arm], few))
+        layers[arm] = layer_errors.errors(reference, layer_errors.observe(configs[arm], few))
         tell(f"layers of {arm}")
     del reference
     seeds, losses = [], {}
@@ -200,13 +200,6 @@ def first_batches(config: ConfigDict, count: int) -> list[dict[str, np.ndarray]]
     source, share = open_source(config, "train"), sharding.batch_share(mesh)
     with closing(open_batches(config, source, None, share)) as batches:
         return [next(batches) for _ in range(count)]
-
-
-def observe(config: ConfigDict, batch: dict) -> dict[str, jax.Array]:
-    """The outputs and gradients of the config's model on a batch, see `layer_errors.observe`."""
-    _, cfg = check_config(config)
-    scale = config.optimizer.loss_scale if config.optimizer.loss_scaling else 1.0
-    return layer_errors.observe(config, cfg, batch, scale=scale)
 
 
 def losses_of(config: ConfigDict, steps: int, seeds: list[int]) -> list[list[float]]:

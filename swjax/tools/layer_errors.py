@@ -12,6 +12,7 @@ from swjax.diagnostics import taps
 from swjax.models import clip, sharding
 from swjax.models.config import LINEARS, TOWERS
 from swjax.training import step as step_lib
+from swjax.training.setup import check_config
 from swjax.training.state.initialization import first_parameters
 
 PROBE = "probe"
@@ -73,26 +74,25 @@ def _weights(address: str, cfg: clip.CLIPConfig, params: dict) -> dict:
     return jax.tree.map(jnp.asarray, jax.device_get(first_parameters(address, cfg, sharded)))
 
 
-def observe(
-    config: ConfigDict, cfg: clip.CLIPConfig, batch: dict, *, scale: float = 1.0
-) -> dict[str, jax.Array]:
+def observe(config: ConfigDict, batch: dict) -> dict[str, jax.Array]:
     """Runs one forward and backward pass, and collects outputs and gradients.
 
     Args:
-      config: the config of a run; the pass uses its loss, augmentation and seed.
-      cfg: the model configuration.
+      config: the config of a run; the pass uses its model, loss, augmentation, loss scale and seed. The
+        returned gradients are divided by the scale.
       batch: a batch of the loader.
-      scale: loss scale, for float16; the returned gradients are divided by it.
 
     Returns:
       {"output/<layer>", "gradient/<layer>" (of the output), "weight/<parameter>"}: float32 arrays. Layers and
       parameters of blocks have the number of blocks as leading axis.
     """
+    _, cfg = check_config(config)
+    scale = config.optimizer.loss_scale if config.optimizer.loss_scaling else 1.0
     seed, init_from = config.train.seed, config.checkpoint.init_from
     graphdef, params = probed(cfg, len(batch["text"]), seed=seed, init_from=init_from)
     nothing = jax.tree.map(lambda _: None, params)
     loss_and_grad = step_lib.make_loss_and_grad(config, graphdef)
-    key = jax.random.key(config.train.seed)
+    key = jax.random.key(seed)
     loss_and_grad = jax.jit(loss_and_grad, compiler_options=sharding.compiler_options())
     _, _, grads = loss_and_grad(params, nothing, batch, key, jnp.float32(scale))
     found = {}

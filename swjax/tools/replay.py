@@ -108,7 +108,7 @@ def replay(
                 health.before(step, state, batch)
             state, recorded[now] = train_step(state, batch)
     records = fetch(recorded)
-    changed = [text for record in records for text in differences(record, log)]
+    changed = [text for record in records for text in differing_metrics(record, log)]
     return Replay(
         step=step,
         start=start,
@@ -277,7 +277,7 @@ def _log(workdir: Path) -> dict[int, dict[str, Any]]:
         return {record["step"]: record for record, _ in lines}
 
 
-def differences(record: dict[str, Any], log: dict[int, dict[str, Any]]) -> list[str]:
+def differing_metrics(record: dict[str, Any], log: dict[int, dict[str, Any]]) -> list[str]:
     """Lists the metrics of a record that differ from the logged values.
 
     Args:

@@ -24,7 +24,7 @@ from swjax.training.log.results import is_finished, record_setup, tell_results, 
 from swjax.training.log.step_log import StepLog
 from swjax.training.log.timing import Timing, is_due
 from swjax.training.setup import assemble, check_command, settle_recipe, use_compilation_cache
-from swjax.training.state.checkpoint import Checkpoints, check_shared, lock
+from swjax.training.state.checkpoint import Checkpoints, check_shared, lock_workdir
 from swjax.training.state.mirror import Mirror
 from swjax.training.state.model_of_weights import keep_tokenizer, settle_model
 from swjax.training.state.restore import finished_steps, init_or_restore
@@ -55,7 +55,7 @@ def train_and_evaluate(config: ConfigDict, workdir: str | Path) -> int:
     with ExitStack() as stack:
         stack.enter_context(blame_disk(workdir))
         stack.enter_context(distributed.blame_peers())
-        distributed.first_does(lambda: stack.enter_context(lock(workdir)))
+        distributed.first_does(lambda: stack.enter_context(lock_workdir(workdir)))
         check_shared(workdir)
         distributed.first_does(mirror.fetch)
         config = settle_recipe(settle_model(config, workdir), workdir)

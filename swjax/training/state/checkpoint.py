@@ -362,7 +362,7 @@ def _verify(arrays, held: dict) -> None:
             raise DamagedCheckpoint(f"the checksum of {name} is {found:08x}, not {saved:08x}")
 
 
-def lock(workdir: Path) -> IO:
+def lock_workdir(workdir: Path) -> IO:
     """Creates the workdir if it does not exist, and locks it for this process.
 
     The operating system releases the lock when the process ends, even if it is killed.
