@@ -255,11 +255,9 @@ def blocks(size: int) -> Iterator[tuple[int, int]]:
     ([(0, 3)], True)
     """
     for number in range(_BLOCKS):
-        start = (
-            number * _BLOCK
-            if size <= _BLOCKS * _BLOCK
-            else number * (size - _BLOCK) // (_BLOCKS - 1)
-        )
+        start = number * _BLOCK
+        if size > _BLOCKS * _BLOCK:
+            start = number * (size - _BLOCK) // (_BLOCKS - 1)
         if start >= size:
             return
         yield start, min(start + _BLOCK, size)

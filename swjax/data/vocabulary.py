@@ -66,14 +66,9 @@ def _opened(path: str, version: str) -> Vocabulary:
         size -= 1
     gemma, end = id_of("<eos>"), id_of("</s>")  # Gemma has both
     if gemma is not None:
-        padding = id_of("<pad>")
-        return Vocabulary(
-            lambda text: encode(text.lower()),
-            size,
-            (),
-            gemma,
-            gemma if padding is None else padding,
-        )
+        pad = id_of("<pad>")
+        padding = gemma if pad is None else pad
+        return Vocabulary(lambda text: encode(text.lower()), size, (), gemma, padding)
     if end is None:
         raise ValueError(
             f"the tokenizer {path} has neither a token '<eos>' nor '</s>': give that of a SigLIP"
@@ -105,12 +100,8 @@ def _json(path: str):
     def encode(text: str) -> list[int]:
         return opened.encode(text, add_special_tokens=False).ids
 
-    return (
-        encode,
-        opened.token_to_id,
-        lambda i: opened.id_to_token(i) or "",
-        opened.get_vocab_size(),
-    )
+    piece_of = lambda i: opened.id_to_token(i) or ""
+    return encode, opened.token_to_id, piece_of, opened.get_vocab_size()
 
 
 def _sentencepiece(path: str):

@@ -65,15 +65,8 @@ def version(package: str) -> str:
 
 def commit() -> str:
     """The commit of the checkout, with a mark if files have uncommitted changes."""
-    git = [
-        "git",
-        "-C",
-        str(Path(__file__).parent),
-        "describe",
-        "--always",
-        "--dirty",
-        "--abbrev=12",
-    ]
+    git = ["git", "-C", str(Path(__file__).parent)]
+    git += ["describe", "--always", "--dirty", "--abbrev=12"]
     try:
         done = subprocess.run(git, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
@@ -86,9 +79,5 @@ def _cpu() -> str:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         return platform.processor() or platform.machine()
-    names = [
-        line.partition(":")[2].strip()
-        for line in text.splitlines()
-        if line.startswith("model name")
-    ]
-    return names[0] if names else platform.machine()
+    named = re.search(r"^model name\s*:(.*)", text, re.MULTILINE)
+    return named[1].strip() if named else platform.machine()
