@@ -69,7 +69,7 @@ def test_a_run_without_a_test_split_ends_with_the_scores_of_val(tmp_path, shared
 
 def table(folder, captions) -> str:
     """Writes a table of pictures with these captions; returns its path."""
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     for number in range(len(captions)):
         (folder / f"{number}.png").write_bytes(encoded(photograph(number), "PNG"))
     rows = [f"{number}.png,{caption}" for number, caption in enumerate(captions)]
@@ -138,6 +138,13 @@ def test_a_set_that_a_run_would_give_up_is_refused_at_the_start(tmp_path, shared
     config.data.on_bad = "stop"
     with pytest.raises(config_lib.ConfigError, match=r"train: cannot read \d.png: not an image"):
         plan.show(config, "h200:1")
+    (tmp_path / "train").rename(tmp_path / "sets")  # a labelled set named as a split hid the split
+    table(tmp_path / "train", ["a picture"] * 8)
+    table(tmp_path / "pets" / "cat", ["a cat"])
+    config.data.table.splits.val = str(tmp_path / "sets" / "pairs.csv")
+    config.eval.zeroshot = (f"val=folders:{tmp_path}/pets",)
+    with pytest.raises(config_lib.ConfigError, match=r"val: cannot read \d.png: not an image"):
+        train(config, tmp_path / "run")
 
 
 class Pictures:

@@ -79,7 +79,7 @@ def train(config: ConfigDict, workdir: Path, interrupt: Interrupt, mirror: Mirro
     splits = open_splits(config)
     parts, prints = assemble(config, splits["train"]), fingerprints(splits)
     train_step, evaluate = parts.train_step(config), Evaluator(config, parts.graphdef, parts.mesh)
-    pictures = check_pictures(config, splits | evaluate.sets)
+    pictures = check_pictures(config, splits) + check_pictures(config, evaluate.sets)
 
     with ExitStack() as stack:
         opened = lambda part: stack.enter_context(closing(part))
