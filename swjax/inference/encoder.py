@@ -221,8 +221,11 @@ def load(
 
 def _tokenizer_of(path: Path) -> str:
     """The tokenizer next to a file by `save`, or ""."""
-    names = (path.with_suffix(f".tokenizer{ending}") for ending in (".json", ".model"))
-    return next((str(name) for name in names if name.is_file()), "")
+    return next((str(name) for name in _tokenizer_files(path) if name.is_file()), "")
+
+
+def _tokenizer_files(path: Path) -> list[Path]:
+    return [path.with_suffix(f".tokenizer{ending}") for ending in (".json", ".model")]
 
 
 def _of_run(workdir: Path, options: dict) -> tuple[clip.CLIP, tuple[str, ...]]:
@@ -294,10 +297,12 @@ def save(path: str | Path, encoder: Encoder) -> None:
     }
     metadata = {name: json.dumps(value) for name, value in description.items()}
     serving.save(path, encoder.model, metadata)
-    if encoder.tokenizer:
-        ending = Path(encoder.tokenizer).suffix
-        content = Path(encoder.tokenizer).read_bytes()
-        write_atomically(Path(path).with_suffix(f".tokenizer{ending}"), content)
+    ending = ".json" if encoder.tokenizer.endswith(".json") else ".model"
+    for target in _tokenizer_files(Path(path)):
+        if encoder.tokenizer and target.suffix == ending:
+            write_atomically(target, Path(encoder.tokenizer).read_bytes())
+        else:
+            target.unlink(missing_ok=True)  # of a model that was saved here before
 
 
 def _of_file(
