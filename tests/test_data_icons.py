@@ -140,6 +140,11 @@ def test_the_command_that_verifies_says_how_to_mend(package, tmp_path, capsys):
     (folder,) = tmp_path.glob("icons/*-1")
     assert data_check.main(["verify", str(folder)]) == 0
     damaged = sorted(folder.glob("*.array_record"))[1]
+    description = damaged.with_suffix(".json")
+    whole = description.read_bytes()
+    for content in (b"{", b"{}", whole):
+        description.write_bytes(content)
+        assert data_check.main(["verify", str(folder)]) == (content != whole)
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
     assert data_check.main(["verify", str(folder)]) == 1
     line = capsys.readouterr().out.splitlines()[-1]

@@ -165,6 +165,7 @@ def test_imagenet_is_scored_by_the_published_protocol_and_merged():
         np.zeros((4, 8)),
         np.zeros(0),
         None,
+        {},
     )
     scores = scorer.run(np.float32(1), images)
     argmax = np.argmax(np.round(images.embeddings @ vectors.T, 5), axis=1)
@@ -206,6 +207,7 @@ def test_photographs_with_equal_pixels_are_one_image(tmp_path):
         source = data.source("table", str(tmp_path / name), data_dir=str(tmp_path))
         retrieval = evaluators.Retrieval(Model(), source, **SIZES)
         images = retrieval.images(np.float32(1), count=9)
+        retrieval = evaluators.Retrieval(Model(), source, **SIZES)  # keeps nothing of `images`
         scores.append(retrieval.run(np.float32(1), images))
         shown.append(retrieval.predictions(np.float32(1), count=9, images=images))
     assert scores[0] == scores[1]

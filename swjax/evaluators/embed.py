@@ -90,6 +90,7 @@ class Images(NamedTuple):
       digests: uint8 [n, 8], a hash of the pixels of each image; zeros if not wanted.
       rows: [m], rows of the images whose pixels were kept.
       pixels: uint8 [m, height, width, channels], or None if no pixels were kept.
+      alike: {label: labels of the images with the same pixels, for which its image stands}, see `Retrieval`.
     """
 
     embeddings: np.ndarray
@@ -98,6 +99,7 @@ class Images(NamedTuple):
     digests: np.ndarray
     rows: np.ndarray
     pixels: np.ndarray | None
+    alike: dict[int, list[int]]
 
 
 def images(
@@ -178,11 +180,11 @@ def images(
     order = np.argsort(index)
     sorted_columns = embeddings[order], labels[order], index[order], digests[order]
     if kept is None:
-        return Images(*sorted_columns, np.zeros(0, np.int64), None)
+        return Images(*sorted_columns, np.zeros(0, np.int64), None, {})
     kept = _gather(kept[None]).max(axis=0)  # one process has read each image; the others have 0
     readable = np.isin(keep, index)
     rows = np.searchsorted(index[order], np.asarray(keep)[readable])
-    return Images(*sorted_columns, rows, kept[readable])
+    return Images(*sorted_columns, rows, kept[readable], {})
 
 
 class OfSet:

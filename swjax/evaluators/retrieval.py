@@ -62,7 +62,6 @@ class Retrieval(embed.OfSet):
     ):
         super().__init__(predict, source, name, f"split {name!r}", **reading)
         self._captions_per_image = captions_per_image
-        self._alike: dict[int, list[int]] = {}  # labels of equal photographs by that of the first
 
     def images(self, params: Any, *, count: int = 0) -> embed.Images:
         """Embeds the images of the set, and keeps the pixels of `count` evenly spaced images."""
@@ -73,9 +72,9 @@ class Retrieval(embed.OfSet):
         _, first, group = np.unique(images.digests, return_index=True, return_inverse=True, axis=0)
         firsts = first[group.ravel()]  # of each image the first one with the same pixels
         labels = images.labels[firsts]
-        self._alike = {label: [] for label in labels.tolist()}
+        alike: dict[int, list[int]] = {label: [] for label in labels.tolist()}
         for label, own in zip(labels.tolist(), images.labels.tolist(), strict=True):
-            self._alike[label].append(own)
+            alike[label].append(own)
         kept = np.unique(firsts)
         rows, shown = np.unique(np.searchsorted(kept, firsts[images.rows]), return_index=True)
         return embed.Images(
@@ -85,6 +84,7 @@ class Retrieval(embed.OfSet):
             images.digests[kept],
             rows,
             None if images.pixels is None else images.pixels[shown],
+            alike,
         )
 
     def run(self, params: Any, images: embed.Images | None = None) -> dict[str, float]:
@@ -99,7 +99,7 @@ class Retrieval(embed.OfSet):
           "_chance_R@".
         """
         images = images or self.images(params)
-        captions, captions_of, images_of = self._pair(images.labels)
+        captions, captions_of, images_of = self._pair(images)
         texts = self._texts(params, captions)
         scores = {}
         for direction, queries, candidates, correct in (
@@ -131,7 +131,7 @@ class Retrieval(embed.OfSet):
         """
         images = images or self.images(params, count=count)
         assert images.pixels is not None, "images were embedded with a count"
-        captions, captions_of, _ = self._pair(images.labels)
+        captions, captions_of, _ = self._pair(images)
         texts = self._texts(params, captions)
         guesses, cosines = top(images.embeddings[images.rows], texts, min(k, len(captions)))
         shown = []
@@ -156,7 +156,7 @@ class Retrieval(embed.OfSet):
           images: result of `images`; None embeds the images here.
         """
         images = images or self.images(params)
-        captions, _, images_of = self._pair(images.labels)
+        captions, _, images_of = self._pair(images)
         chosen = embed.evenly_spaced(count, len(captions))
         texts = self._texts(params, [captions[i] for i in chosen])
         found, cosines = top(texts, images.embeddings, min(k, len(images.embeddings)))
@@ -170,14 +170,15 @@ class Retrieval(embed.OfSet):
             for caption, rows, similar in zip(chosen, found, cosines, strict=True)
         ]
 
-    def _pair(self, labels: np.ndarray) -> tuple[list[str], list[list[int]], list[list[int]]]:
+    def _pair(self, images: embed.Images) -> tuple[list[str], list[list[int]], list[list[int]]]:
         first = slice(self._captions_per_image)
 
         def captions_of(label):
-            alike = self._alike.get(label, (label,))
+            alike = images.alike.get(label, (label,))
             return [text for each in alike for text in self._source.captions(each)][first]
 
-        return pair(labels, captions_of, self._sizes["context_length"], self._sizes["tokenizer"])
+        tokens = self._sizes["context_length"], self._sizes["tokenizer"]
+        return pair(images.labels, captions_of, *tokens)
 
     def _texts(self, params, captions: list[str]) -> np.ndarray:
         return np.concatenate(list(embed.texts(self._predict, params, captions, **self._sizes)))

@@ -23,7 +23,7 @@ from swjax.evaluators import embed, zeroshot
 from swjax.interop import hub
 from swjax.interop.weight_files import is_safetensors
 from swjax.models import clip, lora
-from swjax.models.config import LoRA, TextConfig, VisionConfig
+from swjax.models.config import TOWERS, LoRA, TextConfig, VisionConfig
 from swjax.packages import require
 from swjax.recipes import Product, Quantizer, Recipe
 from swjax.safe_files import one_line, parse_json, read_inside, write_atomically
@@ -221,8 +221,11 @@ def load(
 
 def _tokenizer_of(path: Path) -> str:
     """The tokenizer next to a file by `save`, or ""."""
-    names = (path.with_suffix(f".tokenizer{ending}") for ending in (".json", ".model"))
-    return next((str(name) for name in names if name.is_file()), "")
+    return next((str(name) for name in _tokenizer_files(path) if name.is_file()), "")
+
+
+def _tokenizer_files(path: Path) -> list[Path]:
+    return [path.with_suffix(f".tokenizer{ending}") for ending in (".json", ".model")]
 
 
 def _of_run(workdir: Path, options: dict) -> tuple[clip.CLIP, tuple[str, ...]]:
@@ -294,10 +297,12 @@ def save(path: str | Path, encoder: Encoder) -> None:
     }
     metadata = {name: json.dumps(value) for name, value in description.items()}
     serving.save(path, encoder.model, metadata)
-    if encoder.tokenizer:
-        ending = Path(encoder.tokenizer).suffix
-        content = Path(encoder.tokenizer).read_bytes()
-        write_atomically(Path(path).with_suffix(f".tokenizer{ending}"), content)
+    ending = ".json" if encoder.tokenizer.endswith(".json") else ".model"
+    for target in _tokenizer_files(Path(path)):
+        if encoder.tokenizer and target.suffix == ending:
+            write_atomically(target, Path(encoder.tokenizer).read_bytes())
+        else:
+            target.unlink(missing_ok=True)  # of a model that was saved here before
 
 
 def _of_file(
@@ -321,6 +326,8 @@ def _of_file(
         return serving.prequantize(model) if prequantized and cfg.lora is None else model
 
     try:
+        if prequantized and _rotations(cfg) != _rotations(described):
+            raise ValueError("8-bit kernels keep the rotation of their recipe")
         return serving.load(path, nnx.eval_shape(make)), templates
     except ValueError as error:
         if not options:
@@ -330,6 +337,12 @@ def _of_file(
             f"the {'prequantized ' * prequantized}weights of {path} do not fit {given}: leave that out, or "
             "load what the file was saved from"
         ) from error
+
+
+def _rotations(cfg: clip.CLIPConfig) -> list[int]:
+    """The rotation of the kernels of each linear layer, which the shapes and dtypes in a file do not show."""
+    chosen = [recipe for tower in TOWERS for recipe in cfg.recipes(tower).values()]
+    return [recipe.fwd.rhs.rotation if recipe.fwd else 1 for recipe in chosen]
 
 
 def _config(fields: dict) -> clip.CLIPConfig:

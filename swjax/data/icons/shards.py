@@ -221,7 +221,7 @@ def _write_attribution(path: Path, keys: list[str], found: dict[str, IconSet]) -
 
 
 def verify(folder: Path) -> list[str]:
-    """Lists the shards whose bytes differ from their checksums.
+    """Lists the shards whose bytes differ from their checksums, or whose checksums cannot be read.
 
     Args:
       folder: directory of a prepared data set.
@@ -232,7 +232,10 @@ def verify(folder: Path) -> list[str]:
     bad = []
     for description in sorted(folder.glob("shard-*.json")):
         path = description.with_suffix(".array_record")
-        wanted = json.loads(description.read_text())["sha256"]
+        try:
+            wanted = json.loads(description.read_text())["sha256"]
+        except (ValueError, TypeError, KeyError):
+            wanted = None
         if not path.exists() or hashlib.sha256(path.read_bytes()).hexdigest() != wanted:
             bad.append(str(path))
     return bad
