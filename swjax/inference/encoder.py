@@ -23,7 +23,7 @@ from swjax.evaluators import embed, zeroshot
 from swjax.interop import hub
 from swjax.interop.weight_files import is_safetensors
 from swjax.models import clip, lora
-from swjax.models.config import TOWERS, LoRA, TextConfig, VisionConfig
+from swjax.models.config import LoRA, TextConfig, VisionConfig
 from swjax.packages import require
 from swjax.recipes import Product, Quantizer, Recipe
 from swjax.safe_files import one_line, parse_json, read_inside, write_atomically
@@ -326,8 +326,6 @@ def _of_file(
         return serving.prequantize(model) if prequantized and cfg.lora is None else model
 
     try:
-        if prequantized and _rotations(cfg) != _rotations(described):
-            raise ValueError("8-bit kernels keep the rotation of their recipe")
         return serving.load(path, nnx.eval_shape(make)), templates
     except ValueError as error:
         if not options:
@@ -337,12 +335,6 @@ def _of_file(
             f"the {'prequantized ' * prequantized}weights of {path} do not fit {given}: leave that out, or "
             "load what the file was saved from"
         ) from error
-
-
-def _rotations(cfg: clip.CLIPConfig) -> list[int]:
-    """The rotation of the kernels of each linear layer, which the shapes and dtypes in a file do not show."""
-    chosen = [recipe for tower in TOWERS for recipe in cfg.recipes(tower).values()]
-    return [recipe.fwd.rhs.rotation if recipe.fwd else 1 for recipe in chosen]
 
 
 def _config(fields: dict) -> clip.CLIPConfig:

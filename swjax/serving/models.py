@@ -40,6 +40,9 @@ AnyModel = TypeVar("AnyModel", bound=Model)
 
 _FORMAT = "swjax"  # format name in the metadata of swjax's files
 _FLOAT8 = "float8"  # entry of the metadata: {name of an array of 8-bit floats: its dtype}, as JSON
+_ROTATIONS = (
+    "rotations"  # entry of the metadata: {path of a layer: rotation of its 8-bit kernel}, as JSON
+)
 _ARRAYS = nnx.Not(nnx.RngState)
 
 
@@ -320,8 +323,20 @@ def save(path: str | Path, model: Model, metadata: Mapping[str, str] | None = No
     contiguous = {name: np.asarray(x, order="C") for name, x in found.items()}
     arrays = {name: x.view(_stored(x.dtype)) for name, x in contiguous.items()}
     float8 = {name: str(x.dtype) for name, x in found.items() if x.dtype != _stored(x.dtype)}
-    own = {"format": _FORMAT, _FLOAT8: json.dumps(float8)}
+    own = {
+        "format": _FORMAT,
+        _FLOAT8: json.dumps(float8),
+        _ROTATIONS: json.dumps(_rotations(model)),
+    }
     tensor_files.write(Path(path), arrays, own | dict(metadata or {}))
+
+
+def _rotations(model: Model) -> dict[str, int]:
+    """How the kernels that `prequantize` quantized are rotated, which their shapes and dtypes do not show."""
+    if not isinstance(model, nnx.Module) or not is_prequantized(model):
+        return {}
+    found = ((m.path, m.recipe.fwd) for m in describe_model(model) if _can_be_quantized(m.recipe))
+    return {path: fwd.rhs.rotation for path, fwd in found if fwd}
 
 
 def _stored(dtype) -> np.dtype:
@@ -355,7 +370,8 @@ def load(path: str | Path, model: AnyModel) -> AnyModel:
     """
     with tensor_files.open_file(path) as file:
         arrays = {name: file.get_tensor(name) for name in file.keys()}
-        float8 = _read_float8(path, (file.metadata() or {}).get(_FLOAT8, "{}"))
+        metadata = file.metadata() or {}
+    float8, rotations = (_read_entry(path, metadata, key) for key in (_FLOAT8, _ROTATIONS))
     expected = weights(model)
     for name in sorted(expected.keys() | arrays.keys()):
         here = _kind(expected[name], name in float8) if name in expected else None
@@ -367,6 +383,12 @@ def load(path: str | Path, model: AnyModel) -> AnyModel:
                 f"{path} belongs to another model: array {name!r} is {there} in the file and {here} here "
                 f"(None: no such array): {_remedy(name, arrays, expected)}"
             )
+    for name, rotation in _rotations(model).items():
+        if (saved := rotations.get(name, rotation)) != rotation:  # older files lack it
+            raise ValueError(
+                f"{path} belongs to another model: its recipe rotates the kernel of {name!r} in groups of "
+                f"{saved}, not {rotation} (1: not at all): build the saved model"
+            )
     arrays = {name: jnp.asarray(arrays[name].view(like.dtype)) for name, like in expected.items()}
     if not isinstance(model, nnx.Module):
         return _fill(model, arrays)
@@ -374,15 +396,15 @@ def load(path: str | Path, model: AnyModel) -> AnyModel:
     return model
 
 
-def _read_float8(path: str | Path, text: str) -> dict[str, str]:
-    """Parses an entry of the metadata: the dtype of each array of 8-bit floats."""
+def _read_entry(path: str | Path, metadata: Mapping[str, str], key: str) -> dict[str, Any]:
+    """Parses an entry of the metadata."""
     try:
-        found = parse_json(text)
+        found = parse_json(metadata.get(key, "{}"))
     except ValueError as error:
         raise ValueError(f"{path} is damaged: in its metadata, {error}: save it again") from error
     if not isinstance(found, dict):
         raise ValueError(
-            f"{path} is damaged: {_FLOAT8} of its metadata must be an object: save it again"
+            f"{path} is damaged: {key} of its metadata must be an object: save it again"
         )
     return found
 
