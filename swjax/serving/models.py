@@ -40,9 +40,7 @@ AnyModel = TypeVar("AnyModel", bound=Model)
 
 _FORMAT = "swjax"  # format name in the metadata of swjax's files
 _FLOAT8 = "float8"  # entry of the metadata: {name of an array of 8-bit floats: its dtype}, as JSON
-_ROTATIONS = (
-    "rotations"  # entry of the metadata: {path of a layer: rotation of its 8-bit kernel}, as JSON
-)
+_ROTATIONS = "rotations"  # another: {path of a layer: rotation of its 8-bit kernel}
 _ARRAYS = nnx.Not(nnx.RngState)
 
 
