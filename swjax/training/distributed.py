@@ -314,6 +314,11 @@ def all_processes(own: np.ndarray) -> np.ndarray:
     return np.asarray(multihost_utils.process_allgather(own.view(np.int32))).view(np.int64)
 
 
+def several() -> bool:
+    """Whether the run has several processes."""
+    return jax.process_count() > 1
+
+
 def all_say(own: bool, mesh: jax.sharding.Mesh) -> jax.Array:
     """Starts to compute on the devices whether all processes pass True; all processes must call it.
 

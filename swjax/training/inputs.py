@@ -230,7 +230,7 @@ class Feed:
         ahead = self._ahead or self._read()
         if not ahead.all_have:
             raise StopIteration
-        if jax.process_count() > 1:
+        if distributed.several():
             # The processes compute this step while they find out about the next batch.
             self._ahead = self._read()
         self._progress = ahead.progress
@@ -289,7 +289,7 @@ class _Ahead:
 
     def __init__(self, batch: dict[str, np.ndarray] | None, progress: Any, mesh: jax.sharding.Mesh):
         self.batch, self.progress = batch, progress
-        several = jax.process_count() > 1
+        several = distributed.several()
         self._all = distributed.all_say(batch is not None, mesh) if several else None
 
     @property
