@@ -190,7 +190,7 @@ def test_the_text_says_what_a_reader_asks(capsys):
     assert run("vith_int8", "h200:8", "--config.train.accumulation=8") == 0
     text = capsys.readouterr().out
     for part in (
-        "8 x h200, 139.8 GiB each, of which JAX takes 104.9 GiB",
+        "8 x h200, 139.8 GiB each; JAX takes 104.9 GiB",
         "986,109,441 parameters, switchback, bfloat16, remat=none",
         "synthetic: 100,000 pairs; the first captions: 'pattern 0'",
         "20,000 steps of 16,384 pairs: 327,680,000 pairs, 3276.8 epochs",

@@ -274,7 +274,7 @@ def test_tensorboard_gets_the_newest_record(micro, tmp_path, monkeypatch):
     )
     log = metric_log.MetricLog(tmp_path, micro(log__tensorboard="true"), last_step=0)
     log.write([{"step": 1, "train/loss": float("nan")}, {"step": 2, "train/loss": 0.1}])
-    log.rewind(2)  # as in a rollback, of which TensorBoard was not told
+    log.rewind(2)  # a rollback: TensorBoard still showed the dropped steps
     log.close()
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["train/loss"] for line in lines] == [None, 0.1]

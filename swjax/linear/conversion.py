@@ -192,7 +192,7 @@ def refuse_dot_general_cls(path: str, module: Any) -> None:
 
 
 def warn_of_own_product(path: str, replaced: Any) -> None:
-    """Warns if a recipe replaces a product with code of its own, of which nothing remains."""
+    """Warns if a recipe replaces a product that is not JAX's: its code does not run anymore."""
     function = replaced.func if isinstance(replaced, partial) else replaced
     module = getattr(function, "__module__", None) or ""
     if function is not None and module.split(".")[0] not in ("jax", "flax", "swjax"):

@@ -161,10 +161,8 @@ def _chip(name: str) -> tuple[str, float] | None:
 
 def fraction() -> float:
     """The fraction of a GPU's memory that JAX allocates."""
-    names = (
-        "XLA_CLIENT_MEM_FRACTION",
-        "XLA_PYTHON_CLIENT_MEM_FRACTION",
-    )  # the second is the old name
+    # The second is the old name.
+    names = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
     return float(next(filter(None, map(os.environ.get, names)), "0.75"))
 
 
@@ -380,7 +378,7 @@ def _limit(hardware: Hardware) -> str:
     if hardware.kind.startswith("tpu"):
         return f", {hardware.memory:.1f} GiB each; the prediction was compared with GPUs only"
     return (
-        f", {hardware.memory:.1f} GiB each, of which JAX takes {_gib(hardware.limit)} "
+        f", {hardware.memory:.1f} GiB each; JAX takes {_gib(hardware.limit)} "
         f"(XLA_CLIENT_MEM_FRACTION={fraction():g})"
     )
 
