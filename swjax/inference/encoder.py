@@ -234,11 +234,10 @@ def _of_run(workdir: Path, options: dict) -> tuple[clip.CLIP, tuple[str, ...]]:
     from ml_collections import ConfigDict
 
     from swjax.training.setup import model_config
-    from swjax.training.state.checkpoint import Checkpoints
+    from swjax.training.state.checkpoint import Checkpoints, saved_steps
     from swjax.training.state.initialization import restored_model
 
-    # A folder of another name is that of a save that did not end.
-    if not any(path.name.isdecimal() for path in (workdir / "checkpoints").iterdir()):
+    if not saved_steps(workdir):
         raise ValueError(f"{workdir} holds no checkpoint yet: train on with the same command")
     try:
         saved = parse_json(read_inside(workdir, "config.json").decode(errors="replace"))
