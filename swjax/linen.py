@@ -251,9 +251,8 @@ def quantized(
         warnings.warn(f"swjax.linen.quantized converts nothing: {_NOTHING_RAN}", stacklevel=3)
 
 
-_effective: set[tuple] = (
-    set()
-)  # values of `_recipes_in_use` with which compiled functions may exist
+# Values of `_recipes_in_use` with which compiled functions may exist.
+_effective: set[tuple] = set()
 
 
 def describe_model(

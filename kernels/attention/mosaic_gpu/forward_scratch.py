@@ -21,9 +21,7 @@ from swjax.kernels.mosaic_gpu.pipeline import COMPUTE, Ref, swizzled
 
 ROWS = 64  # queries that a warpgroup computes at a time: the rows of a wgmma product
 SWIZZLE_TOKENS = 8  # tokens of a swizzled tile of keys or values
-STEP = (
-    16  # tokens, or features, of one step of a wgmma product of 16 bits along its contracted axis
-)
+STEP = 16  # length of a wgmma product of 16 bits along its contracted axis
 LOG2_E = math.log2(math.e)
 SLOTS = 2  # number of heads whose keys and values are in shared memory
 
