@@ -28,13 +28,15 @@ def choose(
     on other NVIDIA GPUs, cuDNN.
 
     Raises:
-      ValueError: the kernel was requested and cannot run (the message says why), or the implementation does
-        not exist.
+      ValueError: the heads do not divide w; the kernel was requested and cannot run (the message says why);
+        or the implementation does not exist.
 
     >>> choose(jnp.ones((1, 3, 8)), 2)
     'xla'
     """
     batch, tokens, width = x.shape
+    if heads < 1 or width % heads:
+        raise ValueError(f"heads must divide the {width} features of x, got {heads}: try heads=1")
     shape = (batch, length or tokens, heads, width // heads)
     return _choose(shape, x, implementation, layout)
 
@@ -107,9 +109,10 @@ def dot_product_attention(
     """
     kinds = [f"{x.dtype}{list(x.shape)}" for x in (q, k, v)]
     fits = q.ndim == k.ndim == 4 and (*q.shape[:2], q.shape[3]) == (*k.shape[:2], k.shape[3])
-    if not fits or kinds[1] != kinds[2] or q.dtype != k.dtype or q.shape[2] % max(k.shape[2], 1):
+    fits = fits and k.shape[2] > 0 and q.shape[2] % k.shape[2] == 0
+    if not fits or kinds[1] != kinds[2] or q.dtype != k.dtype:
         raise ValueError(
-            "q must be [b, t, h, d], and k and v [b, t, hk, d] of its dtype where hk divides h, got "
+            "q must be [b, t, h, d], and k and v [b, t, hk, d] of its dtype where hk > 0 divides h, got "
             f"{', '.join(kinds)}: use jax.nn.dot_product_attention for other arrays"
         )
     if segment_ids is not None and (

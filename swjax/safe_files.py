@@ -14,6 +14,21 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, BinaryIO
 
+# Error numbers of a full, read-only or broken disk, and the remedy for each.
+DISK = {
+    errno.ENOSPC: "give it room",
+    errno.EDQUOT: "give it room",
+    errno.EFBIG: "give it room",
+    errno.EROFS: "make it writable",
+    errno.EACCES: "make it writable",
+    errno.EPERM: "make it writable",
+    errno.EIO: "repair the disk",
+    errno.ENOENT: "give a path that exists or can be created",
+    errno.ENOTDIR: "give a directory, not a file",
+    errno.EISDIR: "give a file, not a directory",
+    errno.EEXIST: "give a directory, not a file",
+}
+
 _MOST_BYTES = 64 * 2**20
 _MOST_LEVELS = 100  # of nested lists and objects in JSON
 # Object stores whose addresses have a container, not a user, before the "@".
@@ -204,6 +219,22 @@ def one_line(error: object) -> str:
     'a, b'
     """
     return " ".join(str(error).split())
+
+
+def explain(error: Exception, path: str | Path = "") -> str:
+    """The text of an error on one printable line; of a file that cannot be used, with the remedy.
+
+    Args:
+      error: any error.
+      path: the file, if the error does not name it.
+
+    >>> explain(FileNotFoundError(errno.ENOENT, "No such file or directory", "a.png"))
+    "cannot read or write 'a.png': No such file or directory; give a path that exists or can be created"
+    """
+    if isinstance(error, OSError) and error.errno in DISK and (path := error.filename or path):
+        why = f"cannot read or write {str(path)!r}: {error.strerror}; {DISK[error.errno]}"
+        return printable(why)
+    return printable(str(error))
 
 
 def printable(text: str) -> str:

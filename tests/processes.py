@@ -1,7 +1,9 @@
-"""Starts two processes that form one run."""
+"""Processes: two that form one run, and a limit of this one."""
 
 import contextlib
 import os
+import resource
+import signal
 import socket
 import subprocess
 
@@ -23,3 +25,16 @@ def two_processes(command: list[str], environment=os.environ):
     finally:
         for process in both:
             process.kill()
+
+
+@contextlib.contextmanager
+def file_size_limit(size: int):
+    """Limits the size of files: like a full disk, but needs no privileges."""
+    old, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.getsignal(signal.SIGXFSZ)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, old[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+        signal.signal(signal.SIGXFSZ, handler)

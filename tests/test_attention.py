@@ -240,11 +240,12 @@ def test_padding_of_segments(name):
         (jnp.ones((2, 4, 3, 8), jnp.bfloat16), None),
         (jnp.ones((2, 4, 2, 8)), None),
         (jnp.ones((2, 4, 3, 8)), jnp.ones((2, 4, 1, 8))),
+        (jnp.ones((2, 4, 0, 8)), None),
     ],
 )
 def test_other_keys_are_refused(k, v):
     q = jnp.ones((2, 4, 3, 8))
-    with pytest.raises(ValueError, match=r"where hk divides h, got float32\[2, 4, 3, 8\], "):
+    with pytest.raises(ValueError, match=r"where hk > 0 divides h, got float32\[2, 4, 3, 8\], "):
         attention.dot_product_attention(q, k, k if v is None else v)
 
 
@@ -308,6 +309,12 @@ def test_lengths_in_arrays_are_refused(length):
         attend(length=length)
     with pytest.raises(ValueError, match="length must be an int, .*, got a .*Tracer: "):
         jax.jit(lambda length: attend(length=length))(3)
+
+
+@pytest.mark.parametrize("heads", [0, 3])
+def test_heads_that_do_not_divide_the_width_are_refused(heads):
+    with pytest.raises(ValueError, match=f"must divide the 8 features of x, got {heads}: try"):
+        attention.choose(jnp.ones((1, 3, 8)), heads)
 
 
 @pytest.mark.parametrize("name", ["flash", "mosaic_gpu"])

@@ -1,9 +1,7 @@
 """Checkpoints on a failing disk: a damaged checkpoint is not used, the one before it is."""
 
 import random
-import resource
 import shutil
-import signal
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from processes import two_processes
+from processes import file_size_limit, two_processes
 
 from swjax.models import sharding
 from swjax.training import config as config_lib
@@ -155,19 +153,6 @@ def test_a_full_disk_is_one_line_and_costs_no_checkpoint(tmp_path, caplog):
     save(tmp_path, 4, keep=1)
     assert restored_step(tmp_path) == 4
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["4"]
-
-
-@contextmanager
-def file_size_limit(size: int):
-    """Limits the size of files: like a full disk, but needs no privileges."""
-    old, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.getsignal(signal.SIGXFSZ)
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, old[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, old)
-        signal.signal(signal.SIGXFSZ, handler)
 
 
 def test_checksums_see_every_bit_and_place():

@@ -78,6 +78,23 @@ def test_exported_models_keep_their_embeddings(layout, weights, tmp_path, capsys
     np.testing.assert_array_equal(before.classifier(["a", "b"]), after.classifier(["a", "b"]))
 
 
+def test_files_that_cannot_be_used_are_named_with_a_remedy(weights, tmp_path, capsys):
+    """The messages were "[Errno 2] ..."; an export into a run replaced its config.json."""
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "file").touch()
+    assert main([weights, f"{tmp_path}/missing", "cat", "dog"]) == 2
+    assert export_command.main([weights, f"{tmp_path}/file"]) == 2
+    assert export_command.main([weights, f"{tmp_path}/run", "--layout=huggingface"]) == 2
+    missing, file, run = capsys.readouterr().err.splitlines()
+    assert missing.endswith(
+        "missing': No such file or directory; give a path that exists or can be created"
+    )
+    assert file.endswith("file': File exists; give a directory, not a file")
+    assert "folder must not be a run, whose config.json would be replaced" in run
+    with pytest.raises(SystemExit, match="2"):
+        export_command.main([weights, ""])
+
+
 def test_a_probe_separates_colors(weights, tmp_path, capsys):
     rng = np.random.default_rng(0)
     for split, count in (("train", 3), ("val", 4)):
@@ -106,7 +123,7 @@ def test_a_probe_separates_colors(weights, tmp_path, capsys):
     with pytest.raises(ValueError, match="has 3 readable pictures of 'blue', fewer than 4"):
         probe.probe(encoder, *sets, [4])
     (tmp_path / "val" / "red").rename(tmp_path / "val" / "pink")
-    with pytest.raises(ValueError, match="only one of them has pink, red"):
+    with pytest.raises(ValueError, match="only one of them has pink, red: remove"):
         probe.probe(encoder, *sets)
     for split in ("train", "val"):  # two classes of one name, as in ImageNet
         (tmp_path / split / "classnames.txt").write_text("cold\ncold\nwarm\n")

@@ -4,7 +4,6 @@ import errno
 import itertools
 import json
 import re
-import resource
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from processes import file_size_limit
 
 from swjax import diagnostics
 from swjax.diagnostics.values import magnitudes
@@ -162,15 +162,11 @@ def test_a_recorder_closes_its_file_if_the_disk_is_full(tmp_path, monkeypatch):
 
 def test_a_full_disk_leaves_whole_lines(tmp_path):
     """A part of a line damaged the next one, lines were repeated, and the step could not be added again."""
-    path, limits = tmp_path / "metrics.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    path = tmp_path / "metrics.jsonl"
     with diagnostics.Recorder(path, fetch_every=1) as recorder:
         recorder.add(1, {"train/loss": 1.0})
-        resource.setrlimit(resource.RLIMIT_FSIZE, (9, limits[1]))
-        try:
-            with pytest.raises(OSError, match="File too large"):
-                recorder.add(2, {"train/loss": 2.0})
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        with file_size_limit(9), pytest.raises(OSError, match="File too large"):
+            recorder.add(2, {"train/loss": 2.0})
         assert path.read_bytes() == b""
         recorder.add(2, {"train/loss": 2.0})
         recorder.close()  # a file may be closed twice

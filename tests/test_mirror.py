@@ -99,6 +99,19 @@ def test_a_workdir_with_a_newer_checkpoint_is_kept(address, reference, tmp_path)
 
 
 @ONE_ADDRESS
+@pytest.mark.release
+def test_a_damaged_checkpoint_is_replaced_by_its_copy(run, address, capsys):
+    """The run went on from an older one, or not at all, and its next copy removed the good one."""
+    workdir, _ = run("first", after=3, checkpoint__mirror=address)
+    for folder in (workdir / "checkpoints").iterdir():
+        (folder / "manifest" / "metadata").write_text("{}")
+    _, code = run("first", after=5, checkpoint__mirror=address)
+    assert code == 0 and records(workdir)[-1]["step"] == 5
+    assert [path.name[:2] for path in (workdir / "damaged").iterdir()] == ["3-"]
+    assert "with the checkpoint of step 3" in capsys.readouterr().out
+
+
+@ONE_ADDRESS
 def test_a_copy_cut_short_is_not_used(address, reference, tmp_path):
     Mirror(address, reference[1]).push()
     fs, root = fsspec.core.url_to_fs(address)

@@ -245,6 +245,8 @@ def count_flops(jaxpr):
         ({"text": {"mlp_ratio": math.inf}}, "mlp_ratio must be finite and give at least 1 feature, got inf"),
         ({"text": {"depth": 3}}, "TextConfig has no field 'depth': it has width"),
         ({"widht": 3}, "CLIPConfig has no field 'widht'"),
+        ({"lora": {"rnak": 3}}, "LoRA has no field 'rnak': it has rank, alpha, pattern"),
+        ({"lora": {"alpha": 3.0}}, "rank must be a whole number of at least 1, got None"),
         ({"embed_dim": 0}, "embed_dim must be at least 1, got 0"),
         ({"patch_dropout": 1.0}, r"patch_dropout must be in \[0, 1\), got 1.0"),
         ({"dtype": "int8"}, "dtype must be one of float32, bfloat16, float16, got 'int8'"),

@@ -497,6 +497,16 @@ def test_a_captured_batch_is_a_constant_and_the_warning_says_so():
         swjax.quantized(lambda w: X @ w, "llm")(draw(WIDTH, WIDTH))
 
 
+def test_parameters_in_another_argument_than_the_first_warn():
+    """The batch counted as a parameter, and all layers but the first stayed, without a warning."""
+    apply = lambda x, p: jax.nn.relu(x @ p["up"]) @ p["down"]
+    p = {"up": draw(WIDTH, 32), "down": draw(32, WIDTH)}
+    with pytest.warns(UserWarning, match="only the first .* test_quantized.py:[0-9]+: pass the"):
+        swjax.quantized(apply)(X[0], p)
+    bank = jnp.ones((3, WIDTH))
+    swjax.quantized(lambda p, x, bank: apply(x, p) @ bank.T)(p, X[0], bank)
+
+
 def test_rules_that_reach_less_than_half_warn():
     params = [draw(WIDTH, WIDTH) for _ in range(3)]
     apply = lambda ws, x: custom(custom(x @ ws[0], ws[1]), ws[2])

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 import pytest
 from micro_run import train
+from processes import file_size_limit
 
 from swjax.training import setup as setup_lib
 from swjax.training.config import ConfigError
@@ -265,6 +266,15 @@ def test_wandb_is_told_the_newest_record(micro, tmp_path, monkeypatch):
     assert finished == "finished"
     assert axes[:2] == [("step", {}), ("*", {"step_metric": "step"})]  # steps may repeat
     assert first["project"] == "project" and first["id"] == second["id"]
+
+
+def test_a_full_disk_leaves_whole_records(micro, tmp_path):
+    """Half of a record stayed, and closing the file wrote the other half after the disk had room."""
+    log = metric_log.MetricLog(tmp_path, micro(), last_step=0)
+    with file_size_limit(9), pytest.raises(OSError, match="File too large"):
+        log.write([{"step": 1, "train/loss": 0.5}])
+    log.close()
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b""
 
 
 def test_tensorboard_gets_the_newest_record(micro, tmp_path, monkeypatch):

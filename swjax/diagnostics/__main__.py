@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from swjax.diagnostics.spikes import Rules
+from swjax.safe_files import explain
 
 USED = ("rms", "sigmas", "window", "deviations", "merge", "ignore")
 
@@ -22,7 +23,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return args.run(args)
     except (ValueError, OSError) as error:  # ConfigError is a ValueError
-        print(f"swjax diagnostics: {error}", file=sys.stderr)
+        print(f"swjax diagnostics: {explain(error)}", file=sys.stderr)
     return 2
 
 

@@ -200,7 +200,7 @@ class Recorder:
                 (record,) = packer.records({step: vector})
                 line |= {name: number(value) for name, value in record.items()}
             lines.append(json.dumps(line) + "\n")
-        _append(self._file, "".join(lines).encode())
+        append(self._file, "".join(lines).encode())
         self._pending = {}
 
     def close(self) -> None:
@@ -216,7 +216,7 @@ class Recorder:
         self.close()
 
 
-def _append(file: io.FileIO, data: bytes) -> None:
+def append(file: io.FileIO, data: bytes) -> None:
     """Appends all of the data, or nothing: a part of a line would damage the line that follows it."""
     end = file.seek(0, io.SEEK_END)
     try:

@@ -16,7 +16,7 @@ from swjax.data import Fitting
 from swjax.data.labelled import Labelled
 from swjax.evaluators import embed
 from swjax.packages import MissingPackage, require
-from swjax.safe_files import printable
+from swjax.safe_files import explain
 
 STRENGTHS = np.logspace(-2, 6, 9)  # C: the inverse of the penalty on the weights
 FOLDS = 5
@@ -82,7 +82,8 @@ def _embedded(encoder: inference.Encoder, train: str, test: str, data_dir: str):
     if sorted(names) != sorted(sources[1].class_names):
         odd = sorted(set(names) ^ set(sources[1].class_names))
         raise ValueError(
-            f"{train} and {test} must have the same classes; only one of them has {', '.join(odd[:5])}"
+            f"{train} and {test} must have the same classes; only one of them has {', '.join(odd[:5])}: "
+            "remove these classes, rename them, or add pictures of them to the other"
         )
     vision = encoder.cfg.vision
     graph, params = nnx.split(encoder.model)
@@ -137,12 +138,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shots = [part for part in options.shots.split(",") if part]
     if not all(part.isdecimal() and int(part) for part in shots):
         parser.error(f"--shots={options.shots} must be positive numbers, as in 1,4,16")
+    if options.seed < 0:
+        parser.error(f"--seed={options.seed} must be at least 0")
     try:
         model = inference.load(options.model)
         sets = options.train, options.test
         scores = probe(model, *sets, [int(part) for part in shots], seed=options.seed)
     except (OSError, ValueError, MissingPackage) as error:
-        print(f"swjax probe: {printable(str(error))}", file=sys.stderr)
+        print(f"swjax probe: {explain(error)}", file=sys.stderr)
         return 2
     print(json.dumps(scores, indent=2))
     return 0

@@ -22,7 +22,7 @@ from swjax.evaluators import ranking
 from swjax.inference.encoder import Encoder, load, pixels
 from swjax.models.config import VisionConfig
 from swjax.report import page
-from swjax.safe_files import mask_credentials, one_line, printable, write_atomically
+from swjax.safe_files import explain, mask_credentials, one_line, printable, write_atomically
 from swjax.training.faults.errors import ConfigError
 from swjax.training.inputs import open_source
 
@@ -240,7 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found = search(model, options.texts, pictures, options.count)
         write_page(options.page, f"Search in {options.model}", options.texts, found, pictures)
     except (OSError, ValueError) as error:
-        print(f"swjax search: {printable(str(error))}", file=sys.stderr)
+        print(f"swjax search: {explain(error)}", file=sys.stderr)
         return 2
     for text, row in zip(options.texts, found, strict=True):
         print(f"{text}: {printable(', '.join(each.name for each in row[:5]))}")

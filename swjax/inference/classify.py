@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from swjax.data.tokenizer import encode
 from swjax.evaluators import zeroshot
 from swjax.inference.encoder import Encoder, load
-from swjax.safe_files import printable
+from swjax.safe_files import explain
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _check_distinct(options.names, model)
         (probabilities,) = model.classify(options.picture, model.classifier(options.names))
     except (OSError, ValueError) as error:
-        print(f"swjax classify: {printable(str(error))}", file=sys.stderr)
+        print(f"swjax classify: {explain(error)}", file=sys.stderr)
         return 2
     for share, name in sorted(
         zip(probabilities.tolist(), options.names, strict=True), reverse=True

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from swjax import inference, interop
-from swjax.safe_files import printable
+from swjax.safe_files import explain
 
 # What opens the folder, by layout.
 READERS = {
@@ -39,6 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="default: siglip for a SigLIP, else open_clip; programs: StableHLO for CPUs and CUDA",
     )
     options = parser.parse_args(arguments)
+    if not options.folder:
+        parser.error("folder '' is empty: give where to write, . for the current folder")
     try:
         encoder = inference.load(options.model, implementation="xla", attention="xla")
         layout = options.layout or ("siglip" if encoder.cfg.siglip else "open_clip")
@@ -47,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             interop.save(options.folder, encoder.model, layout, encoder.tokenizer)
     except (OSError, ValueError) as error:
-        print(f"swjax export: {printable(str(error))}", file=sys.stderr)
+        print(f"swjax export: {explain(error)}", file=sys.stderr)
         return 2
     print(f"opens in {READERS[layout].format(folder=Path(options.folder).as_posix())}")
     return 0

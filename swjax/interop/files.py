@@ -166,7 +166,7 @@ def save(
     Raises:
       FileNotFoundError, ModuleNotFoundError: the tokenizer does not exist, or safetensors is not installed.
       ValueError: the layout does not exist, or has no name for a parameter of this model, or the model is
-        prequantized.
+        prequantized, or the folder is a run.
 
     See `load` for an example.
     """
@@ -180,8 +180,12 @@ def save(
             f"{layout} needs float weights, got a prequantized model: load the model without prequantize, or "
             "write it by swjax.inference.save"
         )
-    parameters = jax.tree.map(np.asarray, _flat(nnx.state(model, nnx.Param)))
     folder = Path(folder)
+    if (folder / "checkpoints").exists():
+        raise ValueError(
+            f"folder must not be a run, whose config.json would be replaced, got {folder}: give another"
+        )
+    parameters = jax.tree.map(np.asarray, _flat(nnx.state(model, nnx.Param)))
     if tokenizer:
         ending = Path(tokenizer).suffix
         content = Path(tokenizer).read_bytes()

@@ -27,8 +27,8 @@ from swjax.linear.conversion import (
 )
 from swjax.linear.frozen import FrozenWeight, freeze
 from swjax.linear.layouts import TOKENS, known_spec
-from swjax.linear.program_plan import CONSTANT, Choice, Origin, Planner
-from swjax.linear.program_report import ProgramReport
+from swjax.linear.program_plan import ACTIVATIONS, CONSTANT, Choice, Origin, Planner
+from swjax.linear.program_report import ProgramReport, TracedProduct
 from swjax.linear.program_run import Plan, run
 from swjax.recipes import Recipe
 
@@ -50,7 +50,7 @@ class Quantized:
         # One operation at a time outside of `jax.jit`: each call would compile its groups again.
         in_jit = isinstance(jnp.zeros(()), jax.core.Tracer)
         plan, planner, program = self._planned(params, args, kwargs, groups=in_jit)
-        _warn(planner)
+        _warn(planner, program)
         outs, _ = run(plan, program.values)
         result, changes = jax.tree.unflatten(program.out, outs)
         for variable, value in zip(program.changed, changes):
@@ -435,14 +435,25 @@ def _choices(rules: str | Mapping[str, str | Recipe], paths: Sequence[str]) -> d
     return choices
 
 
-def _warn(planner: Planner) -> None:
-    """Warns if the rules reach less than half of what they name, or only routers, embeddings and heads."""
+def _warn(planner: Planner, program: _Program) -> None:
+    """Warns if the rules reach less than half of what they name, or only routers, embeddings and heads.
+
+    Also if half of the products are of another argument than the first, which has the parameters.
+    """
     report = "print the report of swjax.quantized"
     converted = [product for product in planner.products if product.recipe]
     warn_if_only_kept([product.path for product in converted], report)
     named = lambda p: any(planner.choices[path].recipe for path in p.path.split(" + ") if path)
     missed = [p for p in planner.products if _OUT_OF_REACH.search(p.reason) and named(p)]
-    if converted and sum(p.flops for p in missed) <= sum(p.flops for p in converted):
+    flops = lambda products: sum(p.flops for p in products)
+    if converted and flops(missed) <= flops(converted):
+        other = _of_other_arguments(planner, program)
+        if flops(other) >= flops(converted):
+            warnings.warn(
+                "only the first argument has parameters, but half of the products are of arrays of others, "
+                f"as at {other[0].site or other[0].equation}: pass the parameters first; {report}",
+                stacklevel=3,
+            )
         return
     much = "less than half of what they name" if converted else "nothing"
     message = f"rules quantize {much}, no product has a parameter of the first argument"
@@ -453,6 +464,21 @@ def _warn(planner: Planner) -> None:
                 report = "pass arrays that the function captures, such as a batch, as arguments"
             break
     warnings.warn(f"{message}; {report}", stacklevel=3)
+
+
+def _of_other_arguments(planner: Planner, program: _Program) -> list[TracedProduct]:
+    """The products of an activation and a matrix of another argument than the first, as it was passed."""
+    of_activations = [p for p in planner.products if p.reason == ACTIVATIONS]
+    if not of_activations:
+        return []
+    others = Planner({"other": Choice(None, "other")}, None, {})
+    count, avals = len(program.parameters), program.jaxpr.in_avals
+    passed = [Origin(("other",), aval.dtype) for aval in avals[count:]]
+    others.plan(program.jaxpr, [*[None] * count, *passed])
+    sites = {p.traceback for p in of_activations}
+    is_batched = lambda p: set.intersection(*map(set, re.split(",|->", p.equation))) - {" "}
+    of_others = (p for p in others.products if p.reason == "other" and p.traceback in sites)
+    return [p for p in of_others if not is_batched(p)]  # a cache has the axis of the batch
 
 
 _OUT_OF_REACH = re.compile("^inside | changes the parameter first$")

@@ -40,6 +40,7 @@ from swjax.linear.program_run import (
 )
 from swjax.recipes import QUANTIZED_DTYPES, Recipe
 
+ACTIVATIONS = "both operands are activations"
 CONSTANT = "one operand is a constant, or both are parameters"
 WGRAD_STAYS = "the weight gradient stays in 16 bits: few rows or features an expert"
 
@@ -251,7 +252,7 @@ class Planner:
         if _are_quantized(lhs, rhs):
             return Choice(None, "already quantized")
         if not known:
-            return Choice(None, "both operands are activations")
+            return Choice(None, ACTIVATIONS)
         origin = known[0]
         if len(known) > 1 or not origin.paths:
             return Choice(None, CONSTANT)

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -348,7 +348,7 @@ def config(name: str | CLIPConfig, **overrides: Any) -> CLIPConfig:
 
     Args:
       name: a key of `CONFIGS`, or a configuration.
-      **overrides: fields of `CLIPConfig`; `vision` and `text` may be mappings of their fields.
+      **overrides: fields of `CLIPConfig`; `vision`, `text` and `lora` may be mappings of their fields.
 
     Raises:
       ValueError: the name or a field does not exist, or a value is invalid.
@@ -364,15 +364,20 @@ def config(name: str | CLIPConfig, **overrides: Any) -> CLIPConfig:
 
 
 def _replace(base, overrides: Mapping):
-    names = [field.name for field in fields(base)]
-    for name in overrides:
-        if name not in names:
-            raise ValueError(
-                f"{type(base).__name__} has no field {name!r}: it has {', '.join(names)}"
-            )
+    _check_fields(type(base), overrides)
     nested = {
         name: _replace(getattr(base, name), value)
         for name, value in overrides.items()
         if name in TOWERS and isinstance(value, Mapping)
     }
+    if isinstance(adaptation := overrides.get("lora"), Mapping):
+        _check_fields(LoRA, adaptation)
+        nested["lora"] = LoRA(**{"rank": None, **adaptation})
     return replace(base, **{**overrides, **nested})
+
+
+def _check_fields(kind: type, names: Iterable[str]) -> None:
+    known = [field.name for field in fields(kind)]
+    for name in names:
+        if name not in known:
+            raise ValueError(f"{kind.__name__} has no field {name!r}: it has {', '.join(known)}")

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from swjax.report import write
-from swjax.safe_files import printable
+from swjax.safe_files import explain
 
 FILES = ("config.json", "metrics.jsonl")
 
@@ -19,7 +19,7 @@ def main() -> int:
             raise ValueError(f"{workdir} is not a run: it has neither {' nor '.join(FILES)}")
         print(write(workdir))
     except (ValueError, OSError) as error:
-        print(f"swjax report: {printable(str(error))}", file=sys.stderr)
+        print(f"swjax report: {explain(error)}", file=sys.stderr)
         return 2
     return 0
 

@@ -32,7 +32,7 @@ from swjax.data.sources import Source, source
 from swjax.data.survey import SAMPLE, refusal, sample
 from swjax.data.tokenizer import tokenize, vocabulary_of
 from swjax.report import page
-from swjax.safe_files import printable, write_atomically
+from swjax.safe_files import explain, printable, write_atomically
 
 KINDS = {
     r".*\.(tar|tar\.gz|tgz)$": "webdataset",
@@ -367,7 +367,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         listed = options.page.with_name(f"{options.page.stem}_bad.tsv")
         write_bad(listed, found)
     except (OSError, ValueError) as error:
-        print(f"swjax data check: {printable(str(error))}", file=sys.stderr)
+        print(f"swjax data check: {explain(error)}", file=sys.stderr)
         return 2
     print(text)
     if found.bad:

@@ -17,7 +17,7 @@ import numpy as np
 
 from swjax.report import charts, page, records
 from swjax.report.records import Series, smooth
-from swjax.safe_files import printable, write_atomically
+from swjax.safe_files import explain, printable, write_atomically
 
 WANTED = re.compile(
     r"train/(loss|learning_rate)$|perf/samples_per_sec_per_device$|zeroshot/.*_top1$"
@@ -243,7 +243,7 @@ def main() -> int:
         if args.page:
             write_page(runs, args.page)
     except (ValueError, OSError) as error:
-        print(f"swjax runs: {printable(str(error))}", file=sys.stderr)
+        print(f"swjax runs: {explain(error)}", file=sys.stderr)
         return 2
     print(text)
     if args.page:

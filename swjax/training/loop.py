@@ -85,7 +85,7 @@ def train(config: ConfigDict, workdir: Path, interrupt: Interrupt, mirror: Mirro
         opened = lambda part: stack.enter_context(closing(part))
         # ---------------------------------------------------------------------------- Restore
         checkpoints = opened(Checkpoints(workdir, keep=config.checkpoint.keep))
-        state, position = init_or_restore(config, checkpoints, parts.init, parts.like)
+        state, position = init_or_restore(config, checkpoints, parts.init, parts.like, mirror)
         step, stopping = finished_steps(state, parts.steps), False
         console = Console(parts.steps)
         for line in pictures:

@@ -6,21 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from swjax import data
+from swjax.safe_files import DISK, explain
 from swjax.training.config import ConfigError, RunError
-
-# Error numbers of a full, read-only or broken disk, and the remedy for each.
-DISK = {
-    errno.ENOSPC: "give it room",
-    errno.EDQUOT: "give it room",
-    errno.EFBIG: "give it room",
-    errno.EROFS: "make it writable",
-    errno.EACCES: "make it writable",
-    errno.EPERM: "make it writable",
-    errno.EIO: "repair the disk",
-    errno.ENOENT: "give a path that exists or can be created",
-    errno.ENOTDIR: "give a directory, not a file",
-    errno.EEXIST: "give a directory, not a file",
-}
 
 
 @contextmanager
@@ -61,7 +48,7 @@ def blame_data_path() -> Iterator[None]:
         if error.errno not in WRONG_PATH:
             raise
         raise ConfigError(
-            f"config.data: cannot read or write {str(error.filename)!r}: {_reason(error)}; "
+            f"config.data: cannot read or write {str(error.filename)!r}: {error.strerror}; "
             f"change config.data.dir, or the path that the data set names"
         ) from error
 
@@ -81,13 +68,4 @@ def blame_disk(workdir: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in DISK:
             raise
-        remedy = DISK[error.errno]
-        path = error.filename or str(workdir)
-        raise RunError(
-            f"cannot read or write {path!r}: {_reason(error)}; {remedy}; the same command resumes the run"
-        ) from error
-
-
-def _reason(error: OSError) -> str | None:
-    """The reason why the operating system cannot use a path."""
-    return "it does not exist" if error.errno == errno.ENOENT else error.strerror
+        raise RunError(f"{explain(error, workdir)}; the same command resumes the run") from error

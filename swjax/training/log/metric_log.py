@@ -1,17 +1,18 @@
 """Writes the metrics of a run: metrics.jsonl (one line per step), TensorBoard and W&B."""
 
 import hashlib
+import io
 import json
 import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import jax
 from ml_collections import ConfigDict
 
-from swjax.diagnostics.recorder import number, truncate
+from swjax.diagnostics.recorder import append, number, truncate
 from swjax.safe_files import one_line
 from swjax.training.config import ConfigError, RunError, blame_damage, to_json
 
@@ -31,12 +32,13 @@ class MetricLog:
       ConfigError: `config.log.wandb` is set, but the package is not installed, or W&B refuses the run; or a
         line of metrics.jsonl is damaged.
       RunError: in `write`, the file no longer exists.
+      OSError: in `write`, as of a full disk; the file is unchanged.
     """
 
     def __init__(self, workdir: Path, config: ConfigDict, *, last_step: int):
         self._board: Board | None = None
         self._wandb: Any = None
-        self._file: TextIO | None = None
+        self._file: io.FileIO | None = None
         self._unsent: dict[str, Any] = {}
         if jax.process_index() != 0:
             return
@@ -59,7 +61,7 @@ class MetricLog:
             last = truncate(self._path, last_step, time=int | float)
         self._offset = last.get("time", 0.0)
         self._start = time.perf_counter()
-        self._file = open(self._path, "a")
+        self._file = open(self._path, "ab", buffering=0)
 
     def write(self, records: Sequence[dict[str, Any]], *, last: bool = True) -> None:
         """Writes records {"step": int, metric: number, name or None, ...}, oldest first.
@@ -76,13 +78,13 @@ class MetricLog:
                 "is missing: move the folder back if it was moved, then the same command resumes the run"
             )
         seconds = round(self._offset + time.perf_counter() - self._start, 3)
-        newest = self._unsent
+        newest, lines = self._unsent, []
         for record in records:
             line = {"step": record["step"], "time": seconds}
             line |= {name: number(value) for name, value in record.items() if name != "step"}
-            self._file.write(json.dumps(line) + "\n")
+            lines.append(json.dumps(line) + "\n")
             newest |= line
-        self._file.flush()
+        append(self._file, "".join(lines).encode())
         self._unsent = {} if last else newest
         if not last:
             return

@@ -14,6 +14,8 @@ import os
 import platform
 import time
 import zlib
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -58,6 +60,13 @@ def saved_steps(workdir: str | Path) -> set[int]:
     return {int(path.name) for path in paths if path.name.isdecimal()}
 
 
+def set_aside(checkpoint: Path) -> None:
+    """Moves a damaged checkpoint to the folder "damaged" of its run."""
+    aside = checkpoint.parent.parent / "damaged"
+    aside.mkdir(exist_ok=True)
+    checkpoint.rename(aside / f"{checkpoint.name}-{time.time_ns()}")
+
+
 def require_checkpoint(key: str, workdir: str) -> None:
     """Raises a ConfigError if a run, which the config key `key` names, has no complete checkpoint."""
     if not saved_steps(workdir):
@@ -67,7 +76,8 @@ def require_checkpoint(key: str, workdir: str) -> None:
 class Checkpoints:
     """The checkpoints in `workdir`/checkpoints/<step>: asynchronous, atomic, verified, readable on any mesh.
 
-    A damaged checkpoint is reported and moved to `workdir`/damaged; the previous checkpoint is used instead.
+    A damaged checkpoint is reported and moved to `workdir`/damaged; its copy from a mirror, or the previous
+    checkpoint, is used instead.
 
     Args:
       workdir: directory of the run.
@@ -151,12 +161,15 @@ class Checkpoints:
         with self._blame_disk():
             self._manager.check_for_errors()
 
-    def restore(self, like: Any, step: int | None = None) -> tuple[Any, dict[str, Any]]:
+    def restore(
+        self, like: Any, step: int | None = None, fetch: Callable[[int], None] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
         """Restores a checkpoint.
 
         Args:
           like: tree of ShapeDtypeStructs with shardings.
           step: the step to restore; None restores the newest undamaged checkpoint.
+          fetch: called with the newest step if it is damaged, to replace it; see `Mirror.fetch`.
 
         Returns:
           (state, position) as saved.
@@ -166,7 +179,7 @@ class Checkpoints:
           Exception: the checkpoint of the given `step` is damaged: a DamagedCheckpoint, or an error of Orbax.
         """
         self._wait()
-        return self._newest(like) if step is None else self._load(step, like)
+        return self._newest(like, fetch=fetch) if step is None else self._load(step, like)
 
     def shapes(self, within: str) -> dict[str, tuple[int, ...]]:
         """Reads the shapes of the saved arrays whose names start with a prefix.
@@ -199,8 +212,8 @@ class Checkpoints:
         """Restores only the parameters of the newest checkpoint, or their average "ema"; see `restore`."""
         return self._newest({name: like}, within=f"{name}/")[0][name]
 
-    def _newest(self, like: Any, within: str = "") -> tuple[Any, dict[str, Any]]:
-        """Loads the newest checkpoint that is not damaged, see `_load`."""
+    def _newest(self, like: Any, within: str = "", fetch=None) -> tuple[Any, dict[str, Any]]:
+        """Loads the newest checkpoint that is not damaged, see `_load` and `restore`."""
         damaged = []
         for step in reversed(self.steps()):
             try:
@@ -211,6 +224,9 @@ class Checkpoints:
                 # Process 0 reports the damage, and so does the process that found it.
                 tell = self._say if isinstance(error, RunError) else logger.warning
                 tell("checkpoint %s is damaged: %s", self.directory / str(step), _reason(error))
+                if fetch:
+                    distributed.first_does(partial(fetch, step))
+                    return self._newest(like, within)
                 damaged.append(step)
                 continue
             if damaged:
@@ -245,10 +261,8 @@ class Checkpoints:
         """Moves damaged checkpoints away, so that training can rewrite their steps."""
 
         def move():
-            aside = self.directory.parent / "damaged"
-            aside.mkdir(exist_ok=True)
             for step in steps:
-                (self.directory / str(step)).rename(aside / f"{step}-{time.time_ns()}")
+                set_aside(self.directory / str(step))
 
         if not self._read_only:
             distributed.first_does(move)

@@ -18,7 +18,7 @@ from swjax.safe_files import inside, is_inside, mask_credentials, parse_json, re
 from swjax.training import distributed
 from swjax.training.config import ConfigError, blame
 from swjax.training.faults.errors import RunError
-from swjax.training.state.checkpoint import saved_steps
+from swjax.training.state.checkpoint import saved_steps, set_aside
 
 INDEX = "mirror.json"
 _STAY = (".lock", "damaged", "mirror.part")  # never copied; "checkpoints" are copied one by one
@@ -61,8 +61,15 @@ class Mirror:
                 )
             self._thread = ThreadPoolExecutor(1, "mirror")
 
-    def fetch(self) -> None:
+    def __bool__(self) -> bool:
+        """Whether there is an address."""
+        return bool(self._address)
+
+    def fetch(self, damaged: int | None = None) -> None:
         """Copies the run into the workdir, if the address has a newer checkpoint than the workdir.
+
+        Args:
+          damaged: step of the checkpoint that does not count, which its copy replaces.
 
         Raises:
           RunError: the address cannot be read or written.
@@ -74,7 +81,7 @@ class Mirror:
             if whole is None:
                 self._write([])  # fails before the run starts if the address is not writable
             newest = max(whole or [], default=-1)
-            if newest <= max(saved_steps(self._workdir), default=-1):
+            if newest <= max(saved_steps(self._workdir) - {damaged}, default=-1):
                 return
             part = inside(self._workdir, "mirror.part")
             shutil.rmtree(part, ignore_errors=True)
@@ -92,6 +99,8 @@ class Mirror:
                 self._get(path, target)
             target = inside(self._workdir, f"checkpoints/{newest}")
             target.parent.mkdir(exist_ok=True)
+            if target.exists():
+                set_aside(target)
             # Renamed last, so that an incomplete fetch is repeated.
             (part / str(newest)).rename(target)
             part.rmdir()

@@ -21,13 +21,18 @@ from swjax.training.setup import WEIGHTS, Init, compile_init, model_config, pres
 from swjax.training.state.checkpoint import Checkpoints
 from swjax.training.state.checksums import arrays_by_name, of_devices
 from swjax.training.state.initialization import first_parameters
+from swjax.training.state.mirror import Mirror
 from swjax.training.step import State, limit_logit_scale
 
 logger = logging.getLogger("swjax.training.state.restore")
 
 
 def init_or_restore(
-    config: ConfigDict, checkpoints: Checkpoints, init: Init, like: State
+    config: ConfigDict,
+    checkpoints: Checkpoints,
+    init: Init,
+    like: State,
+    mirror: Mirror | None = None,
 ) -> tuple[State, dict[str, Any] | None]:
     """Restores or initializes the train state.
 
@@ -39,6 +44,7 @@ def init_or_restore(
       checkpoints: checkpoints of the workdir.
       init: makes the initial train state.
       like: the train state as ShapeDtypeStructs with shardings.
+      mirror: has a copy of the run, which replaces a damaged newest checkpoint.
 
     Returns:
       (state, data position saved with it); the position is None at the beginning of a run.
@@ -48,7 +54,7 @@ def init_or_restore(
         differ.
     """
     if checkpoints.latest_step() is not None:
-        state, position = _restore(config, checkpoints, like)
+        state, position = _restore(config, checkpoints, like, mirror)
     elif config.checkpoint.resume:
         with closing(Checkpoints.of("checkpoint.resume", config.checkpoint.resume)) as found:
             state, position = _restore(config, found, like)
@@ -61,11 +67,11 @@ def init_or_restore(
 
 
 def _restore(
-    config: ConfigDict, checkpoints: Checkpoints, like: State
+    config: ConfigDict, checkpoints: Checkpoints, like: State, mirror: Mirror | None = None
 ) -> tuple[State, dict[str, Any]]:
     workdir = checkpoints.directory.parent
     with config_lib.blame_changes(workdir, config):
-        restored = checkpoints.restore(like)
+        restored = checkpoints.restore(like, fetch=mirror.fetch if mirror else None)
     require_same_model(workdir, config)
     return restored
 
