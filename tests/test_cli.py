@@ -118,6 +118,10 @@ BAD_CONFIGS = {
     "float16 unscaled": (["model.dtype=float16"], "optimizer.loss_scaling"),
     "loss scale below 1": (["optimizer.loss_scale=0.5"], "at least 1"),
     "a schedule AdamW lacks": (["optimizer.name=adamw", "optimizer.b2_power=0.5"], "stable_adamw"),
+    "a threshold AdamW lacks": (
+        ["optimizer.name=adamw", "optimizer.clip_threshold=2"],
+        "no effect with config.optimizer.name='adamw': set config.optimizer.name to stable_adamw",
+    ),
     "unknown data": (["data.name=emojis"], "emoji"),
     "unknown task": (["data.emoji.task=strickt"], "'strict'"),
     "unknown optimizer": (["optimizer.name=adam"], "'adamw'"),

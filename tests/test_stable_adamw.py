@@ -371,6 +371,8 @@ def test_arrays_of_another_shape_than_their_parameter_are_refused():
         optimizer.update(p, foreign, p)
     with pytest.raises(ValueError, match=r"gradient of shape \(2, 3\) .* 'w', got None: pass"):
         optimizer.update({"w": None}, state, p)
+    with pytest.raises(ValueError, match=r"needs a first moment of each .*present keys: .*: pass"):
+        optimizer.update(p, optimizer.init(p | {"b": jnp.ones(3)}), p)
 
 
 def test_accepts_the_edges_of_the_ranges():

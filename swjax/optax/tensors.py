@@ -82,7 +82,7 @@ def resolve_mask(mask: Any | Callable[[Any], Any] | None, params: Any) -> list[b
 
 
 def require_shapes(optimizer: str, params: Any, trees: dict[str, Any]) -> None:
-    """Raises an error for arrays that differ in shape from their parameter, because arithmetic broadcasts.
+    """Raises an error for other trees or shapes than those of the parameters, because arithmetic broadcasts.
 
     Args:
       optimizer: name of the optimizer, for the error.
@@ -91,13 +91,20 @@ def require_shapes(optimizer: str, params: Any, trees: dict[str, Any]) -> None:
     """
     named = jax.tree_util.tree_leaves_with_path(params)
     structure: jax.tree_util.PyTreeDef = jax.tree.structure(params)
+    remedy = "pass the gradients and the state of these parameters"
     for kind, tree in trees.items():
-        for (path, p), x in zip(named, structure.flatten_up_to(tree), strict=True):
+        try:
+            leaves = structure.flatten_up_to(tree)
+        except ValueError as error:
+            raise ValueError(
+                f"{optimizer} needs a {kind} of each parameter, got another tree ({error}): {remedy}"
+            ) from error
+        for (path, p), x in zip(named, leaves, strict=True):
             shape = getattr(x, "shape", x)  # None and placeholders stay
             if shape != p.shape:
                 raise ValueError(
                     f"{optimizer} needs a {kind} of shape {p.shape} for parameter {path_name(path)!r}, got "
-                    f"{shape}: pass the gradients and the state of these parameters"
+                    f"{shape}: {remedy}"
                 )
 
 

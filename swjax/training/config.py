@@ -29,6 +29,14 @@ from swjax.training.keys import COMMON, INSTALLED, KEYS, SOURCES, Key, check_val
 __all__ = ["COMMON", "ConfigError", "RunError", "choice", "load", "parse", "validate"]
 
 UNITS = ("steps", "epochs", "examples")
+# Keys that have an effect with some values of another key only.
+NEEDED = {
+    "optimizer.clip_threshold": ("optimizer.name", ("stable_adamw",)),
+    "optimizer.coefficients": ("optimizer.name", ("muon",)),
+    "schedule.decay": ("schedule.name", ("wsd", "rsqrt")),
+    "schedule.floor": ("schedule.name", ("cosine", "linear", "wsd", "rsqrt")),
+    "data.shuffle_shards": ("data.shuffle", ("shard",)),
+}
 MAX_STEPS = 10**9
 
 logger = logging.getLogger(__name__)
@@ -277,7 +285,14 @@ def validate(config: ConfigDict, *, batch_shards: int) -> None:
     Raises:
       ConfigError: the first violated invariant, in one line.
     """
-    check_values(_flatten(config))
+    flat = _flatten(config)
+    check_values(flat)
+    for key, (other, values) in NEEDED.items():
+        if flat[key] not in (0, KEYS[key].default) and flat[other] not in values:
+            raise ConfigError(
+                f"config.{key}={flat[key]!r} has no effect with config.{other}={flat[other]!r}: set "
+                f"config.{other} to {' or '.join(values)}, or leave config.{key} out"
+            )
     _check_optimizer(config)
     _check_batch(config, batch_shards)
     _check_concurrency(config)
