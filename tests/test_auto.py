@@ -97,11 +97,12 @@ def test_unknown_devices():
         assert auto.chip_of(target) is None and auto._of(target)[0] == "standard"
 
 
-def operations(w):
-    """The operations of a layer with this weight, forward and backward."""
-    layer = lambda x, w: swjax.switchback(x, w, recipe="auto", implementation="xla")
+def operations(*ws):
+    """The operations of layers with these weights and one input, forward and backward."""
+    layers = lambda x, *ws: swjax.switchback(x, ws, recipe="auto", implementation="xla")
+    gradients = lambda x, ws: tuple(x[:, : w.shape[1]] for w in ws)
     with dispatch.record() as calls:
-        jax.eval_shape(lambda x, w: jax.vjp(layer, x, w)[1](x[:, : w.shape[1]]), X, w)
+        jax.eval_shape(lambda x, *ws: jax.vjp(layers, x, *ws)[1](gradients(x, ws)), X, *ws)
     return {operation for operation, _ in calls}
 
 
@@ -109,6 +110,7 @@ def test_a_layer_depends_on_the_chip_and_its_width():
     with targets.compiling_for("H200"), warnings.catch_warnings(action="ignore"):
         assert operations(NARROW) >= {"matmul", "weight_gradient"}
         assert operations(WIDE) >= {"matmul", "block_weight_gradient"}
+        assert operations(WIDE, NARROW) == operations(NARROW, WIDE) == operations(NARROW)
     with targets.compiling_for("TPU v4"):
         assert "matmul" not in operations(WIDE)
 
