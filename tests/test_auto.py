@@ -10,9 +10,10 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from flax import nnx
+from flax import linen, nnx
 
 import swjax
+import swjax.linen
 import swjax.nnx
 from configs import common
 from swjax import auto, recipes
@@ -172,16 +173,22 @@ def test_one_traced_function_follows_the_rule_of_each_parameter():
 
 
 def test_models_accept_it():
-    with targets.compiling_for("H200"):
+    with targets.compiling_for("H200"), warnings.catch_warnings(action="ignore"):
         model = nnx.eval_shape(lambda: nnx.Linear(2048, 2048, rngs=nnx.Rngs(0)))
         swjax.nnx.quantize_model(model, {".*": "auto"})
         assert swjax.nnx.product_of(model).recipe == recipes.RECIPES["switchback_hadamard"]
         assert clip.config("vit_h14", recipe="auto").recipe == "switchback_hadamard"
         assert clip.config("vit_l14", recipe="auto").recipe == "switchback"
-    params = {"w": jnp.ones((8, 4))}
-    apply = lambda params, x: x @ params["w"]
-    report = swjax.quantized(apply, {".*": "auto"}).report(params, jnp.ones((2, 8)))
-    assert "switchback" in str(report)
+        apply = lambda params, x: x @ params["w"].astype(x.dtype)
+        (product,) = swjax.quantized(apply, {".*": "auto"}).report({"w": WIDE}, X)
+        assert product.recipe == recipes.RECIPES["switchback_hadamard"]
+        for layer, rules in (
+            (linen.Dense(2048, dtype=X.dtype), {".*": "auto"}),
+            (swjax.linen.Dense(2048, dtype=X.dtype, recipe="auto"), {}),
+        ):
+            params = jax.eval_shape(layer.init, jax.random.key(0), X)
+            (product,) = swjax.linen.describe_model(layer, params, X, recipes=rules)
+            assert product.recipe == recipes.RECIPES["switchback_hadamard"]
     assert clip.config("tiny", recipe="auto").recipe == "switchback"
 
 
