@@ -176,8 +176,8 @@ def check_quantized(w: QTensor, recipe: str | Recipe) -> None:
     scale = (*experts, 1 if quantizer.has_one_scale else n, 1)
     if w.values.dtype != quantizer.dtype or w.scale.shape != scale:
         raise ValueError(
-            f"a quantized w must be {quantizer.dtype} with a scale {scale} for this recipe, got "
-            f"{w.values.dtype} {w.values.shape} and {w.scale.shape}: make it by "
+            f"a quantized w must be {quantizer.dtype} [{'e, ' * len(experts)}n, k] with a scale {scale} for "
+            f"this recipe, got {w.values.dtype} {w.values.shape} and {w.scale.shape}: make it by "
             "swjax.quantize_weight(w, recipe)"
         )
 
