@@ -56,7 +56,7 @@ def _choose(shape, like, implementation, layout, unsupported: str = ""):
             raise ValueError(f"attention 'fused' {reason}")
     if implementation is not None:
         return implementation
-    if targets.platform() != "gpu" or q.dtype == jnp.float32:
+    if targets.platform() != "gpu" or q.dtype.itemsize != 2:
         return "xla"
     # On Blackwell the kernels compile, but were not timed: they run there only if the caller names them.
     able = not unsupported and tiles.compute_capability() == (9, 0)

@@ -51,7 +51,7 @@ class Dense(nn.Dense):
     in `param_dtype`, not from a copy in `dtype`.
 
     Attributes:
-      recipe: a name in `swjax.recipes.RECIPES` or a `swjax.recipes.Recipe`.
+      recipe: a name in `swjax.recipes.RECIPES`, "auto", or a `swjax.recipes.Recipe`.
       implementation: see `swjax.kernels.dispatch`; None chooses.
       layout: shardings of input and kernel, see `swjax.Layout`.
       The other attributes are those of `flax.linen.Dense`.
@@ -87,7 +87,7 @@ def _operands(layer: Dense, inputs: jax.Array) -> tuple[jax.Array, Any, jax.Arra
     if kernel is None:
         shape = (inputs.shape[-1], layer.features)
         kernel = layer.param("kernel", layer.kernel_init, shape, layer.param_dtype)
-        _note_kernel(layer, get(layer.recipe), 1)
+        _note_kernel(layer, get(layer.recipe, *_matrix_of(layer)), 1)
     bias = None
     if layer.use_bias:
         bias = layer.param("bias", layer.bias_init, (layer.features,), layer.param_dtype)
@@ -99,7 +99,7 @@ def _operands(layer: Dense, inputs: jax.Array) -> tuple[jax.Array, Any, jax.Arra
 
 def _options(layer: Dense) -> dict[str, Any]:
     return {
-        "recipe": get(layer.recipe),
+        "recipe": get(layer.recipe, *_matrix_of(layer)),
         "precision": layer.precision,
         "implementation": layer.implementation,
     }
@@ -297,7 +297,8 @@ class _Interceptor:
     """Intercepts modules' methods, and runs linear layers whose path an expression matches with a recipe."""
 
     def __init__(self, recipes: Mapping[str, str | Recipe], implementation: str | None):
-        self.recipes = get_all(recipes)
+        get_all(recipes)  # refuses unknown ones
+        self.recipes = dict(recipes)
         self.conversion = Conversion()
         self.conversion.if_empty = _NOTHING_RAN
         self.conversion.line = 'swjax.quantized(model.apply, "llm")'
@@ -337,14 +338,14 @@ class _Interceptor:
         if method != "__call__":
             result = call(*args, **kwargs)
         elif isinstance(module, (nn.Dense, nn.DenseGeneral)):
-            matched = self._match(path)
+            matched = self._match(module, path)
             recipe = matched or _recipe_given(module)
             reason = "" if recipe else UNMATCHED
             if recipe and not is_of_flax and not isinstance(module, Dense):
                 reason = MAY_IGNORE
             result = self._run_linear(module, path, matched, call, args, kwargs, is_of_flax)
         elif isinstance(module, nn.Einsum):
-            recipe = self._match(path)
+            recipe = self._match(module, path)
             reason = "" if recipe else UNMATCHED
             self._replaced.discard(path)
             replaced = recipe if is_of_flax else None
@@ -378,12 +379,12 @@ class _Interceptor:
                 self.conversion.note(path, "", shapes, None, NOT_RUN)
         self._parents.update(held)
 
-    def _match(self, path: str) -> Recipe | None:
+    def _match(self, module, path: str) -> Recipe | None:
         """The recipe of the first expression that matches the path."""
         self._paths.add(path)
         matching = [pattern for pattern in self.recipes if re.fullmatch(pattern, path)]
         self._unmatched.difference_update(matching)
-        return self.recipes[matching[0]] if matching else None
+        return get(self.recipes[matching[0]], *_matrix_of(module)) if matching else None
 
     def _run_linear(
         self, module, path: str, recipe: Recipe | None, call, args, kwargs, is_of_flax: bool
@@ -480,7 +481,7 @@ def _layout(module: nn.Dense | nn.DenseGeneral) -> Layout | None:
 def _recipe_given(module: nn.Dense | nn.DenseGeneral) -> Recipe | None:
     """The recipe that model code gave a layer, by an argument."""
     if isinstance(module, Dense):
-        return get(module.recipe)
+        return get(module.recipe, *_matrix_of(module))
     return module.dot_general.recipe if isinstance(module.dot_general, DotGeneral) else None
 
 
@@ -500,6 +501,12 @@ def _own_shapes(module) -> dict[str, tuple[int, ...]]:
     params = module.variables.get("params", {})
     own = {name: value for name, value in params.items() if not isinstance(value, Mapping)}
     return {name: shape for name, value in own.items() if (shape := _shape(value)) is not None}
+
+
+def _matrix_of(module) -> tuple[tuple[int, ...], ...]:
+    """(k, n) of a bound layer whose kernel is a matrix, for the recipe "auto"; () for other kernels."""
+    shape = _own_shapes(module).get("kernel", ())
+    return (shape,) if len(shape) == 2 else ()
 
 
 def _held_shapes(module) -> dict[str, dict[str, tuple[int, ...]]]:

@@ -432,7 +432,8 @@ def quantize_model(
     1 of 2 matrices converted, 24 of 40 elements (60%)
     switchback: fwd int8 row x int8 tensor, dgrad int8 row x int8 tensor, wgrad not quantized
     """
-    linears = {path: module for path, module in _modules(model) if product_name(module)}
+    modules = modules_of(model)
+    linears = {path: module for path, module in modules.items() if product_name(module)}
     is_llm = kept.is_named(recipes)
     rules: Any = kept.LLM_RULES if recipes == kept.LLM else recipes
     get_all(rules)  # refuses unknown ones
@@ -460,7 +461,7 @@ def quantize_model(
             replaced = before.replaced if before else getattr(layer, name)
             warn_of_own_product(path, replaced)
             setattr(layer, name, _Product(product, replaced, name == "einsum_op"))
-    for _, module in _modules(model):
+    for module in modules.values():
         nnx_blocks.fuse(module, _gated_mlp_of)
     converted = [path for path, recipe in chosen.items() if recipe != Recipe()]
     warn_if_only_kept(converted, "print swjax.nnx.describe_model(model)")
@@ -540,9 +541,8 @@ def restore_model(model: nnx.Module) -> nnx.Module:
     'dot_general'
     """
     # Any, because not every module has a `dot_general`.
-    changed: dict[str, Any] = {
-        path: module for path, module in _modules(model) if _conversion_of(module)
-    }
+    modules = modules_of(model)
+    changed: dict[str, Any] = {p: module for p, module in modules.items() if _conversion_of(module)}
     for path, module in changed.items():
         kernel = getattr(module, "kernel", None)  # a layer of the model's own may have another name
         if kernel is not None and isinstance(kernel.get_value(), QTensor):
@@ -557,7 +557,7 @@ def restore_model(model: nnx.Module) -> nnx.Module:
             module.replaced = None
         else:
             setattr(module, product_name(module), before.replaced)
-    for _, module in _modules(model):
+    for module in modules.values():
         nnx_blocks.restore(module)
     return model
 
@@ -598,7 +598,7 @@ def describe_model(model: nnx.Module, *inputs: Any, **kwargs: Any) -> Conversion
     """
     conversion = Conversion()
     conversion.line = 'swjax.quantized(lambda model, *args: model(*args), "llm")'
-    modules = dict(_modules(model))
+    modules = modules_of(model)
     for path, module in modules.items():
         shapes = {name: _shape_of(value) for name, value in vars(module).items()}
         own = {name: shape for name, shape in shapes.items() if shape is not None}
@@ -640,14 +640,18 @@ def _recipe_of(path: str, modules: dict[str, nnx.Module]) -> tuple[Recipe | None
     return product.recipe, NO_LAYOUT if falls_back else ""
 
 
-def _modules(model: nnx.Module):
+def modules_of(model: nnx.Module) -> dict[str, nnx.Module]:
+    """The modules of a model by their paths; "" is the model itself.
+
+    Raises:
+      TypeError: it is a Linen module.
+    """
     if isinstance(model, linen.Module):
         raise TypeError(
             f"swjax.nnx needs an NNX model, got the Linen module {type(model).__name__}: "
             "use swjax.linen.quantized around its apply"
         )
-    for path, module in nnx.iter_modules(model):
-        yield "/".join(map(str, path)), module
+    return {"/".join(map(str, path)): module for path, module in nnx.iter_modules(model)}
 
 
 def set_layouts(
@@ -676,9 +680,9 @@ def set_layouts(
     >>> model.fc.layout.w
     P('fsdp', None)
     """
-    for path, module in nnx.iter_modules(model):
+    for path, module in modules_of(model).items():
         if isinstance(module, Linear):
-            spec = spec_of("/".join(map(str, (*path, "kernel"))))
+            spec = spec_of(f"{path}/kernel".lstrip("/"))
             ndim = weight_array(module.kernel.get_value()).ndim
             whole, stacked = (*spec, *(None,) * ndim)[:ndim], ndim > 2
             module.layout = Layout(P(*whole[-2:]), tokens, reduce_dtype, reduce_later and stacked)

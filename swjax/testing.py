@@ -68,10 +68,13 @@ def assert_quantized(
 
     Raises:
       AssertionError: the number of such products is wrong; the message lists the products found.
+      ValueError: there is no such dtype.
 
     >>> import jax.numpy as jnp, swjax
     >>> assert_quantized(swjax.switchback, jnp.ones((8, 32)), jnp.ones((32, 16)), count=1)
     """
+    if dtype not in _HLO_TYPES:
+        raise ValueError(f"dtype must be one of {', '.join(_HLO_TYPES)}, got {dtype!r}")
     products = matrix_products(fn, *args, **kwargs)
     seen = sum(products[hlo_type, hlo_type] for hlo_type in _HLO_TYPES[dtype])
     if seen != count if count is not None else seen == 0:

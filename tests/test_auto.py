@@ -10,9 +10,10 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from flax import nnx
+from flax import linen, nnx
 
 import swjax
+import swjax.linen
 import swjax.nnx
 from configs import common
 from swjax import auto, recipes
@@ -97,11 +98,12 @@ def test_unknown_devices():
         assert auto.chip_of(target) is None and auto._of(target)[0] == "standard"
 
 
-def operations(w):
-    """The operations of a layer with this weight, forward and backward."""
-    layer = lambda x, w: swjax.switchback(x, w, recipe="auto", implementation="xla")
+def operations(*ws):
+    """The operations of layers with these weights and one input, forward and backward."""
+    layers = lambda x, *ws: swjax.switchback(x, ws, recipe="auto", implementation="xla")
+    gradients = lambda x, ws: tuple(x[:, : w.shape[1]] for w in ws)
     with dispatch.record() as calls:
-        jax.eval_shape(lambda x, w: jax.vjp(layer, x, w)[1](x[:, : w.shape[1]]), X, w)
+        jax.eval_shape(lambda x, *ws: jax.vjp(layers, x, *ws)[1](gradients(x, ws)), X, *ws)
     return {operation for operation, _ in calls}
 
 
@@ -109,6 +111,7 @@ def test_a_layer_depends_on_the_chip_and_its_width():
     with targets.compiling_for("H200"), warnings.catch_warnings(action="ignore"):
         assert operations(NARROW) >= {"matmul", "weight_gradient"}
         assert operations(WIDE) >= {"matmul", "block_weight_gradient"}
+        assert operations(WIDE, NARROW) == operations(NARROW, WIDE) == operations(NARROW)
     with targets.compiling_for("TPU v4"):
         assert "matmul" not in operations(WIDE)
 
@@ -170,16 +173,22 @@ def test_one_traced_function_follows_the_rule_of_each_parameter():
 
 
 def test_models_accept_it():
-    with targets.compiling_for("H200"):
+    with targets.compiling_for("H200"), warnings.catch_warnings(action="ignore"):
         model = nnx.eval_shape(lambda: nnx.Linear(2048, 2048, rngs=nnx.Rngs(0)))
         swjax.nnx.quantize_model(model, {".*": "auto"})
         assert swjax.nnx.product_of(model).recipe == recipes.RECIPES["switchback_hadamard"]
         assert clip.config("vit_h14", recipe="auto").recipe == "switchback_hadamard"
         assert clip.config("vit_l14", recipe="auto").recipe == "switchback"
-    params = {"w": jnp.ones((8, 4))}
-    apply = lambda params, x: x @ params["w"]
-    report = swjax.quantized(apply, {".*": "auto"}).report(params, jnp.ones((2, 8)))
-    assert "switchback" in str(report)
+        apply = lambda params, x: x @ params["w"].astype(x.dtype)
+        (product,) = swjax.quantized(apply, {".*": "auto"}).report({"w": WIDE}, X)
+        assert product.recipe == recipes.RECIPES["switchback_hadamard"]
+        for layer, rules in (
+            (linen.Dense(2048, dtype=X.dtype), {".*": "auto"}),
+            (swjax.linen.Dense(2048, dtype=X.dtype, recipe="auto"), {}),
+        ):
+            params = jax.eval_shape(layer.init, jax.random.key(0), X)
+            (product,) = swjax.linen.describe_model(layer, params, X, recipes=rules)
+            assert product.recipe == recipes.RECIPES["switchback_hadamard"]
     assert clip.config("tiny", recipe="auto").recipe == "switchback"
 
 

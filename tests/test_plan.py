@@ -8,13 +8,16 @@ import re
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
 import thinning
 from clip_oracle import write_weights
 from flax import nnx
 
+import swjax
 import train
 from swjax.models import clip
+from swjax.recipes import RECIPES
 from swjax.tools import memory_model, plan
 from swjax.tools.memory_model import GIB, Mesh, predict
 from swjax.training import config as config_lib
@@ -116,6 +119,18 @@ def test_predicted_memory_of_lora():
         config.model.remat, config.train.batch_size = row["remat"], row["batch"]
     predicted = plan.make(config, plan.Hardware.parse("h200:1")).memory.total / GIB
     assert predicted == pytest.approx(row["memory_gib"], rel=0.1)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_blocks_recompute_what_their_layers_do_not_save(recipe):
+    """Layers save the inputs of norm and GELU, and their outputs unless the backward pass recomputes them."""
+    x, w, one = jnp.ones((32, 64), jnp.bfloat16), jnp.ones((64, 64)), jnp.ones(64)
+    layers = functools.partial(swjax.mlp, recipe=recipe, prologue=swjax.LayerNorm(one, one))
+    _, vjp = jax.vjp(lambda x: layers(x, w, None, w, None), x)
+    saved = [
+        leaf for leaf in jax.tree.leaves(vjp) if (leaf.shape, leaf.dtype) == (x.shape, x.dtype)
+    ]
+    assert len(saved) == (2 if memory_model.recomputes(clip.config("tiny", recipe=recipe)) else 4)
 
 
 def test_there_are_records_to_compare_with():

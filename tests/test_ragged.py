@@ -319,6 +319,9 @@ def test_experts_on_a_mesh_axis_stay_where_they_are():
     assert not [each for each in moved if each.shape]
 
 
+Q = jax.vmap(swjax.quantize_weight)(W)
+
+
 @pytest.mark.parametrize(
     ("arguments", "recipe", "message"),
     [
@@ -333,6 +336,12 @@ def test_experts_on_a_mesh_axis_stay_where_they_are():
         ((X, W, SIZES), "llm_int8", "weight gradient in 16 bits .* tokens, got .*use 'switchback'"),
         ((X, W, SIZES), "int8_hadamard", "without rotated features and outliers"),
         ((X, W, SIZES), "swichback", "recipe must be one of"),
+        (
+            (X, Q, SIZES),
+            "fp8_switchback",
+            r"quantized w must be float8_e4m3fn with .*, got int8 \(3,",
+        ),
+        ((Q, W, SIZES), "switchback", "x must be an array, got a QTensor: only w may be quantized"),
     ],
 )
 def test_errors_are_one_line(arguments, recipe, message):

@@ -538,6 +538,8 @@ def test_assert_quantized_says_that_fp8_may_be_emulated():
     x, w = jnp.ones((8, 32)), jnp.ones((32, 16))
     with pytest.raises(AssertionError, match="found: 1 f32 x f32; fp8 products are emulated where"):
         assert_quantized(jnp.dot, x, w, dtype="float8_e4m3fn")
+    with pytest.raises(ValueError, match="dtype must be one of int8, float8_e4m3fn, .*, got 'fp8'"):
+        assert_quantized(jnp.dot, x, w, dtype="fp8")
 
 
 @pytest.mark.parametrize("operate", ["q * 2", "2.0 * q", "q + q", "q @ q", "x - q", "-q", "q / 2"])

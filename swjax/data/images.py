@@ -225,12 +225,9 @@ def random_box(
         aspect = math.exp(narrowest + (widest - narrowest) * b)
         h, w = round(math.sqrt(area / aspect)), round(math.sqrt(area * aspect))
         if 0 < h <= height and 0 < w <= width:
-            top, left = rng.integers(height - h + 1), rng.integers(width - w + 1)
-            return _box(int(top), int(left), h, w)
-    # No such rectangle fits: use the largest centered rectangle whose ratio is in the range.
-    h, w = min(height, round(width / ratio[0])), min(width, round(height * ratio[1]))
-    return _box((height - h) // 2, (width - w) // 2, h, w)
-
-
-def _box(top: int, left: int, height: int, width: int) -> tuple[slice, slice]:
-    return slice(top, top + height), slice(left, left + width)
+            top, left = (int(rng.integers(side + 1)) for side in (height - h, width - w))
+            break
+    else:  # no such rectangle fits: the largest centered one whose ratio is in the range
+        h, w = min(height, round(width / ratio[0])), min(width, round(height * ratio[1]))
+        top, left = (height - h) // 2, (width - w) // 2
+    return slice(top, top + h), slice(left, left + w)

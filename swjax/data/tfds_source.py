@@ -1,5 +1,6 @@
 """Image-text pairs of any prepared TensorFlow Datasets builder, without TensorFlow."""
 
+import contextlib
 import functools
 from collections.abc import Iterator
 
@@ -131,14 +132,13 @@ def _open(name: str, data_dir: str):
 
 def _first_feature(features, paths: list[str], builder: str) -> str:
     """The first of the given paths that names a feature."""
-    for path in paths:
-        try:
+    *others, last = paths
+    for path in others:
+        with contextlib.suppress(ValueError):
             _check_feature(features, path, builder)
             return path
-        except ValueError:
-            if path == paths[-1]:
-                raise
-    raise ValueError(f"text_key is empty for {builder!r}: name a feature")
+    _check_feature(features, last, builder)
+    return last
 
 
 def _check_feature(features, path: str, builder: str) -> None:

@@ -33,7 +33,7 @@ from swjax.linear.contraction import DotGeneral, as_linear
 from swjax.linear.layer import as_rows, rotated_tokens
 from swjax.linear.layouts import Layout, Spec
 from swjax.linear.sharding import Sharding, sharding_of_layer
-from swjax.nnx import Linear, product_name, product_of
+from swjax.nnx import Linear, modules_of, product_name, product_of
 from swjax.optax import path_name
 from swjax.recipes import Product, Quantizer, Recipe, first_match
 
@@ -122,7 +122,7 @@ def insert(
       ValueError: an expression matches no module that can be measured.
     """
     _check_model(model)
-    modules, quantized = _modules(model), quantized_layers(model)
+    modules, quantized = modules_of(model), quantized_layers(model)
     if quantization is not None and not quantized:
         raise ValueError(
             f"the model must have a layer with a quantized product, got {type(model).__name__} without one: "
@@ -156,12 +156,8 @@ def _check_model(model: Any) -> None:
 
 def quantized_layers(model: nnx.Module) -> dict[str, nnx.Module]:
     """{path: module} of the linear layers whose recipe quantizes a product."""
-    modules = _modules(model).items()
+    modules = modules_of(model).items()
     return {path: module for path, module in modules if _recipe_of(module) != Recipe()}
-
-
-def _modules(model: nnx.Module) -> dict[str, nnx.Module]:
-    return {"/".join(map(str, path)): module for path, module in nnx.iter_modules(model)}
 
 
 def read(gradients: Any) -> dict[str, jax.Array]:
@@ -286,15 +282,11 @@ def report(of_gradient: Callable, y: jax.Array, tap: jax.Array, seen: jax.Array)
     return y
 
 
-def _report_forward(of_gradient, y, tap, seen):
-    return y, seen
-
-
 def _report_backward(of_gradient, seen, g):
     return g, of_gradient(seen, g), jnp.zeros_like(seen)
 
 
-report.defvjp(_report_forward, _report_backward)
+report.defvjp(lambda of_gradient, y, tap, seen: (y, seen), _report_backward)
 
 
 def _report_product(y, x, w, tap, recipe: Recipe, layout: Layout | None):

@@ -17,6 +17,7 @@ from jax.experimental import multihost_utils
 from swjax import data
 from swjax.data.examples import EvalExample
 from swjax.data.images import SHORTEST
+from swjax.data.sources import spread
 from swjax.models import sharding
 from swjax.models.sharding import Share
 
@@ -141,7 +142,7 @@ def images(
     what = what and f"{what}: "
     if len(source) == 0:
         raise ValueError(f"{what}the source to evaluate on has no images: choose another split")
-    keep = evenly_spaced(count, len(source))
+    keep = spread(len(source), count)
     batches = data.loader(
         source,
         batch_size=_local(batch_size, share),
@@ -234,15 +235,6 @@ def _blame(batches: Iterable[dict], what: str) -> Iterator[dict]:
         yield from batches
     except data.BadData as error:
         raise data.BadData(f"{what}{error}") from error
-
-
-def evenly_spaced(count: int, total: int) -> list[int]:
-    """Evenly spaced indices of `count` of `total` examples; all indices if `total` is smaller.
-
-    >>> evenly_spaced(3, 9), evenly_spaced(9, 2)
-    ([0, 4, 8], [0, 1])
-    """
-    return np.unique(np.linspace(0, total - 1, count).round().astype(int)).tolist()
 
 
 def check_templates(templates: str | Sequence[str]) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from swjax import data
+from swjax.data.sources import spread
 from swjax.evaluators import embed
 from swjax.evaluators.ranking import chance, ranks, recall, top
 from swjax.evaluators.zeroshot import Prediction
@@ -157,7 +158,7 @@ class Retrieval(embed.OfSet):
         """
         images = images or self.images(params)
         captions, _, images_of = self._pair(images)
-        chosen = embed.evenly_spaced(count, len(captions))
+        chosen = spread(len(captions), count)
         texts = self._texts(params, [captions[i] for i in chosen])
         found, cosines = top(texts, images.embeddings, min(k, len(images.embeddings)))
         return [

@@ -122,8 +122,8 @@ def switchback(
     ws, biases = gathered_over_mapped_axes((tuple(ws), biases))
     check_addend(x, ws, addend)
     check_prologue(x, prologue)
-    settings: dict[str, Any] = {"recipe": recipe, "out_dtype": out_dtype, "precision": precision}
-    settings["implementation"] = implementation
+    settings: dict[str, Any] = {"recipe": _one_recipe(recipe, ws), "precision": precision}
+    settings |= {"out_dtype": out_dtype, "implementation": implementation}
     if is_active():
         options = settings | {"layout": layout}
         ys = tuple(_beside_qwix(x, *each, addend, prologue, options) for each in zip(ws, biases))
@@ -211,8 +211,6 @@ def mlp(
     >>> mlp(x, w1, None, w2, None).shape
     (2, 3)
     """
-    settings: dict[str, Any] = {"recipe": recipe, "precision": precision}
-    settings["implementation"] = implementation
     return _mlp(
         x,
         ((w1, b1),),
@@ -222,7 +220,9 @@ def mlp(
         add_input=add_input,
         residual=residual,
         layouts=layouts,
-        settings=settings,
+        recipe=recipe,
+        precision=precision,
+        implementation=implementation,
     )
 
 
@@ -275,8 +275,6 @@ def gated_mlp(
       Shazeer, "GLU variants improve Transformer", 2020, https://arxiv.org/abs/2002.05202
     """
     check_activation(activation)
-    settings: dict[str, Any] = {"recipe": recipe, "precision": precision}
-    settings["implementation"] = implementation
     return _mlp(
         x,
         tuple((w, None) for w in gate_and_up(w_gate, w_up)),
@@ -286,7 +284,9 @@ def gated_mlp(
         add_input=add_input,
         residual=residual,
         layouts=layouts,
-        settings=settings,
+        recipe=recipe,
+        precision=precision,
+        implementation=implementation,
     )
 
 
@@ -300,21 +300,23 @@ def _mlp(
     add_input: bool,
     residual: bool,
     layouts: tuple[Layout | None, Layout | None],
-    settings: dict[str, Any],
+    recipe: str | Recipe,
+    **settings: Any,
 ) -> Any:
     """`mlp` and `gated_mlp`; `first` and `last` are (weight, bias)."""
     for w, bias in first:
-        check_shapes(x, w, bias, settings["recipe"])
+        check_shapes(x, w, bias, recipe)
         check_dtypes(x, w, bias)
     w2 = last[0]
     hidden = jax.ShapeDtypeStruct((*x.shape[:-1], weight_array(first[0][0]).shape[1]), x.dtype)
-    check_shapes(hidden, *last, settings["recipe"])
+    check_shapes(hidden, *last, recipe)
     check_addend(hidden, (w2,), x if add_input else None, "x (add_input=True)")
     check_prologue(x, prologue)
     check_dtypes(hidden, *last)
     check_same_shape(tuple(w for w, _ in first))
     first, (w2, b2) = gathered_over_mapped_axes((first, last))
     ws, biases = zip(*first)
+    settings["recipe"] = _one_recipe(recipe, (*ws, w2))
     if is_active():
         between: Any = switchback(x, ws, biases, prologue=prologue, layout=layouts[0], **settings)
         between = between if len(ws) > 1 else between[0]
@@ -338,10 +340,15 @@ def _mlp(
     return y if kept is None else (y, kept)
 
 
+def _one_recipe(recipe: str | Recipe, ws: tuple[jax.Array | QTensor, ...]) -> Recipe:
+    """The recipe of layers that share an input or memory passes, which "auto" chooses for all of them."""
+    return recipes.get(recipe, *(weight_array(w).shape for w in ws))
+
+
 def _layer(
-    x, w, sharding: Sharding, *, addend, recipe, out_dtype, precision, implementation
+    x, w, sharding: Sharding, *, addend, recipe: Recipe, out_dtype, precision, implementation
 ) -> Layer:
-    recipe = _rotating(recipes.get(recipe, weight_array(w).shape), w, sharding)
+    recipe = _rotating(recipe, w, sharding)
     if isinstance(w, QTensor):
         recipe = recipe.with_constant_weight()
     formats = () if implementation == "xla" else targets.block_formats()

@@ -23,18 +23,9 @@ def check_shapes(
     recipe: str | Recipe,
 ) -> None:
     """Raises a ValueError if these are not arrays with the shapes of a linear layer."""
-    besides_arrays: dict[str, Any] = {"x": (), "w": QTensor, "bias": type(None)}
-    for name, array in {"x": x, "w": w, "bias": bias}.items():
-        if hasattr(array, "dtype") or isinstance(array, besides_arrays[name]):
-            continue
-        remedy = f"pass jnp.asarray({name})"
-        if name == "w":
-            remedy += ", or a tuple of several weights"
-        elif isinstance(array, QTensor):
-            remedy = "only w may be quantized"
-        raise ValueError(f"{name} must be an array, got a {type(array).__name__}: {remedy}")
+    check_arrays(x=x, w=w, bias=bias, may_be_tuple=True)
     if isinstance(w, QTensor):
-        _check_quantized(w, recipe)
+        check_quantized(w, recipe)
     w = weight_array(w)
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[0]:
         raise ValueError(
@@ -43,6 +34,23 @@ def check_shapes(
         )
     if bias is not None and bias.shape != w.shape[1:]:
         raise ValueError(f"bias must have the shape {w.shape[1:]} of w's columns, got {bias.shape}")
+
+
+def check_arrays(*, may_be_tuple: bool = False, **operands: Any) -> None:
+    """Raises a ValueError if an operand is no array; w may be quantized, and bias None.
+
+    `may_be_tuple`: whether the caller accepts a tuple of weights.
+    """
+    besides: dict[str, Any] = {"w": QTensor, "bias": type(None)}
+    for name, array in operands.items():
+        if hasattr(array, "dtype") or isinstance(array, besides.get(name, ())):
+            continue
+        remedy = f"pass jnp.asarray({name})"
+        if name == "w" and may_be_tuple:
+            remedy += ", or a tuple of several weights"
+        elif isinstance(array, QTensor):
+            remedy = "only w may be quantized"
+        raise ValueError(f"{name} must be an array, got a {type(array).__name__}: {remedy}")
 
 
 def check_addend(
@@ -161,14 +169,16 @@ def dtype_of_output(x: jax.Array, out_dtype: jax.typing.DTypeLike | None) -> str
     return dtype.name
 
 
-def _check_quantized(w: QTensor, recipe: str | Recipe) -> None:
+def check_quantized(w: QTensor, recipe: str | Recipe) -> None:
+    """Raises a ValueError if w is not what `swjax.quantize_weight` returns for a recipe, or a stack of it."""
     quantizer = weight_quantizer(recipe)
-    columns = 1 if quantizer.has_one_scale else w.values.shape[0]
-    if w.values.dtype != quantizer.dtype or w.scale.shape != (columns, 1):
+    *experts, n, _ = w.values.shape
+    scale = (*experts, 1 if quantizer.has_one_scale else n, 1)
+    if w.values.dtype != quantizer.dtype or w.scale.shape != scale:
         raise ValueError(
-            f"a quantized w must be {quantizer.dtype} [n, k] with a scale {(columns, 1)} for this recipe, "
-            f"got {w.values.dtype} {w.values.shape} and {w.scale.shape}: "
-            f"make it by swjax.quantize_weight(w, recipe)"
+            f"a quantized w must be {quantizer.dtype} [{'e, ' * len(experts)}n, k] with a scale {scale} for "
+            f"this recipe, got {w.values.dtype} {w.values.shape} and {w.scale.shape}: make it by "
+            "swjax.quantize_weight(w, recipe)"
         )
 
 

@@ -16,7 +16,7 @@ from swjax import auto, recipes
 from swjax.kernels import dispatch, reference, targets
 from swjax.kernels.ragged.schedule import bounds
 from swjax.kernels.reference import QTensor
-from swjax.linear.checks import OPERAND_DTYPES, weight_array
+from swjax.linear.checks import check_arrays, check_dtypes, check_quantized, weight_array
 from swjax.linear.layer import (
     Layer,
     Operand,
@@ -284,6 +284,8 @@ def check(
     found = recipes.get(recipe, tuple(shape), few_rows=few_rows)
     auto.warn_if_slow(found.dtypes, few_rows=few_rows)
     check_recipe(name, found, (e, *shape))
+    if isinstance(w, QTensor):
+        check_quantized(w, found)
     return found
 
 
@@ -291,12 +293,7 @@ def check_shapes(
     name: str, x: jax.Array | jax.ShapeDtypeStruct, w: Any, group_sizes: jax.Array
 ) -> None:
     """Raises a ValueError if these are not arrays, or shapes or dtypes do not fit."""
-    for operand, array in {"x": x, "w": w, "group_sizes": group_sizes}.items():
-        if not isinstance(array, QTensor) and not hasattr(array, "dtype"):
-            got = type(array).__name__
-            raise ValueError(
-                f"{operand} must be an array, got a {got}: pass jnp.asarray({operand})"
-            )
+    check_arrays(x=x, w=w, group_sizes=group_sizes)
     shape = weight_array(w).shape
     fit = x.ndim == 2 and len(shape) == 3 and x.shape[1] == shape[1]
     if not fit or group_sizes.shape != shape[:1]:
@@ -307,11 +304,7 @@ def check_shapes(
         )
     if not shape[0]:
         raise ValueError(f"{name} needs at least one expert, got w {shape}: pass w [e, k, n]")
-    for operand, array in {"x": x, "w": w}.items():
-        if not isinstance(array, QTensor) and array.dtype not in OPERAND_DTYPES:
-            raise ValueError(
-                f"{operand} must be float16, bfloat16 or float32, got {array.dtype}: cast it first"
-            )
+    check_dtypes(x, w, None)
 
 
 def check_group_sizes(x: jax.Array | jax.ShapeDtypeStruct, group_sizes: jax.Array) -> None:

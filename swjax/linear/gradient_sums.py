@@ -50,9 +50,9 @@ def reduce_scatter(
     """Sums x over the devices along mesh axes, and returns this device's part along `axis`.
 
     Args:
-      x: [k, n].
+      x: [k, n], or [e, k, n] of experts.
       axes, dtype: see `all_reduce`.
-      axis: 0 or 1.
+      axis: of x; its devices must divide it.
     """
     # XLA for GPUs scatters along the outermost dimension in memory. Along another dimension it transposes
     # operand and result element by element; this function copies whole segments of rows instead.

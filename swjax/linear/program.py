@@ -109,7 +109,7 @@ class Quantized:
         choices = _choices(self.rules, [path for path, _ in program.parameters])
         for path, w in program.parameters:  # a frozen weight is quantized once for all steps
             if _is_frozen(w) or (freezing is not None and re.fullmatch(freezing, path)):
-                choices[path] = choices[path]._replace(automatic=False, frozen=_is_frozen(w))
+                choices[path] = choices[path]._replace(keeps_few_rows=False, frozen=_is_frozen(w))
         specs = {**_specs(params, self.tokens), **self.specs}
         planner = Planner(choices, self.implementation, specs, self.tokens, groups)
         plan = program.planned(planner)
@@ -428,8 +428,13 @@ def _choices(rules: str | Mapping[str, str | Recipe], paths: Sequence[str]) -> d
             reason = kept.reason(kept.kept_kind_among(path, paths))
         if recipe == Recipe():
             recipe, reason = None, "its rule is 'standard'"
-        automatic = is_llm or rule == auto.NAME
-        choices[path] = Choice(recipe, "" if recipe else reason, automatic=automatic, is_llm=is_llm)
+        choices[path] = Choice(
+            recipe,
+            "" if recipe else reason,
+            keeps_few_rows=is_llm or rule == auto.NAME,
+            is_auto=rule == auto.NAME,
+            is_llm=is_llm,
+        )
         if kept.kept_kind(path) == "lora":
             choices[path] = Choice(None, kept.reason("lora"))
     return choices

@@ -12,7 +12,7 @@ from jax import lax
 from jax.extend import core
 from jax.sharding import PartitionSpec as P
 
-from swjax import auto, kept
+from swjax import auto, kept, recipes
 from swjax.linear.conversion import NO_LAYOUT
 from swjax.linear.frozen import SLICE, Reading
 from swjax.linear.layouts import TOKENS, Layout, layout_of_kernel
@@ -51,16 +51,18 @@ class Choice(NamedTuple):
     Attributes:
       recipe, reason: one of them.
       followed: the recipe of a layer that is quantized already, if it is known.
-      automatic: whether experts of few rows stay in 16 bits: the rules are "llm", or the recipe is "auto".
+      keeps_few_rows: whether experts of few rows stay in 16 bits.
       frozen: whether the parameter is stored in 8 bits.
+      is_auto: whether the rule is "auto", whose choice depends on the weight of each product.
       is_llm: whether the rule is "llm".
     """
 
     recipe: Recipe | None
     reason: str = ""
     followed: Recipe | None = None
-    automatic: bool = False
+    keeps_few_rows: bool = False
     frozen: bool = False
+    is_auto: bool = False
     is_llm: bool = False
 
 
@@ -204,13 +206,15 @@ class Planner:
         summed = {*contracted, *batch, *groups}
         columns = [size for axis, size in enumerate(rhs.shape) if axis not in summed]
         choice, at = self._choose(eqn, found, opaque), 0 if found[1] is None else 1
+        sums = dimension_numbers[0][at]  # the axes of the parameter that are summed
         recipe, reason, origin = choice.recipe, choice.reason, found[at]
         layout, order = None, tuple(range(len(contracted)))
         experts = groups or tuple(dimension_numbers[1][at])
+        if recipe is not None and choice.is_auto and not choice.frozen:
+            recipe = recipes.get(auto.NAME, _matrix((lhs, rhs)[at], sums, experts))
         if recipe is not None and origin is not None and {*origin.paths} & self.specs.keys():
             if origin.spec is not None:
-                axes = dimension_numbers[0][at], experts
-                layout, order = self._layout(origin.spec, *axes)
+                layout, order = self._layout(origin.spec, sums, experts)
             reason = "" if layout else NO_LAYOUT
         listed = recipe
         if recipe is not None and recipe.wgrad is not None and groups:
@@ -236,7 +240,7 @@ class Planner:
         if origin.moves is None:
             self._note_used([origin])
         else:
-            along = tuple(dimension_numbers[0][at][i] for i in order)
+            along = tuple(sums[i] for i in order)
             reading = Reading(origin.moves, along, experts)
             self.readings.setdefault(origin.paths[0], {})[str(reading)] = reading
         options: dict[str, Any] = {"recipe": recipe, "implementation": self.implementation}
@@ -261,7 +265,7 @@ class Planner:
         choice, (ragged, groups, numbers) = self._choice_of(origin), _dimensions(eqn)
         if math.prod(lhs.shape[axis] for axis in numbers[0][0]) == 1:
             return Choice(None, "an outer product, which sums nothing")
-        if choice.automatic and ragged and ragged.lhs_ragged_dimensions:
+        if choice.keeps_few_rows and ragged and ragged.lhs_ragged_dimensions:
             rows, count = lhs.shape[ragged.lhs_ragged_dimensions[0]], rhs.shape[groups[0]]
             if few_rows := auto.few_rows(rows, count, origin.dtype.itemsize):
                 return Choice(None, few_rows)
@@ -376,6 +380,12 @@ def _dimensions(eqn: Any) -> tuple[Any, tuple[int, ...], Any]:
     if ragged is None:
         return None, (), eqn.params["dimension_numbers"]
     return ragged, tuple(ragged.rhs_group_dimensions), ragged.dot_dimension_numbers
+
+
+def _matrix(w: Any, contracted: Sequence[int], experts: Sequence[int]) -> tuple[int, int]:
+    """(k, n) of a parameter, or of that of each expert."""
+    k, count = (math.prod(w.shape[axis] for axis in axes) for axes in (contracted, experts))
+    return k, w.size // max(k * count, 1)
 
 
 def _are_quantized(lhs: Any, rhs: Any) -> bool:

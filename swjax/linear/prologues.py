@@ -1,10 +1,10 @@
 """Operations on a linear layer's input that are fused with its quantizer: norms and activations.
 
 A prologue is an argument of `swjax.switchback` and of `swjax.ragged_switchback`. If the forward product
-quantizes whole rows of x, without outliers, the forward pass writes the prologue's output only in quantized
-form. For the weight gradient, the backward pass recomputes the output in the dtype of x, so it takes no
-memory between the passes. Otherwise the output is computed in high precision, and saved unless the recipe
-sets `save_quantized`.
+quantizes whole rows of x, without rotation and outliers, the forward pass writes the prologue's output only
+in quantized form. For the weight gradient, the backward pass recomputes the output in the dtype of x, so it
+takes no memory between the passes. Otherwise the output is computed in high precision, and saved unless the
+recipe sets `save_quantized`.
 """
 
 from abc import ABC, abstractmethod

@@ -14,7 +14,7 @@ from swjax.linear import experts
 from swjax.linear.interception import without_interception
 from swjax.linear.layer import Layer, Operand
 from swjax.linear.prologues import Gated, Prologue, apply_backward, input_spec
-from swjax.linear.rules import differentiated_as, quantized_input
+from swjax.linear.rules import differentiated_as, quantized_input, without_quantized
 
 # --- one layer ----------------------------------------------------------------------------------------
 
@@ -103,8 +103,7 @@ def _exact(layer: Layer, before: RaggedInput, w, group_sizes):
 
 def _exact_gradients(exact, x, ws, group_sizes, g):
     dx, dws = jax.vjp(lambda x, ws: exact(x, ws, group_sizes), x, ws)[1](g)
-    is_quantized = lambda leaf: isinstance(leaf, QTensor)
-    return dx, jax.tree.map(lambda d: None if is_quantized(d) else d, dws, is_leaf=is_quantized)
+    return dx, without_quantized(dws)
 
 
 # --- gate, up, activation, down -----------------------------------------------------------------------

@@ -495,12 +495,15 @@ def _exact_mlp(layers: MLPLayers, add_input: bool, inputs: LayerArrays, inputs2:
     return _exact_outputs((layers.last,), inputs2._replace(x=_one_or_pair(hidden)), addends)[0]
 
 
+def without_quantized(gradients: Any) -> Any:
+    """Gradients with None for those of quantized weights, which have none."""
+    is_quantized = lambda leaf: isinstance(leaf, QTensor)
+    return jax.tree.map(lambda d: None if is_quantized(d) else d, gradients, is_leaf=is_quantized)
+
+
 def _exact_gradients(exact_outputs, inputs, gradients, residual_gradient):
     """The gradients without quantization, which JAX differentiates."""
     _, vjp = jax.vjp(exact_outputs, *inputs)
-    is_quantized = lambda leaf: isinstance(leaf, QTensor)
-    first, *others = jax.tree.map(
-        lambda d: None if is_quantized(d) else d, vjp(gradients), is_leaf=is_quantized
-    )
+    first, *others = without_quantized(vjp(gradients))
     first = first._replace(x=add(first.x, residual_gradient))
     return (first, *others) if others else first

@@ -13,7 +13,7 @@ from swjax.linear.api import dequantize_weight, switchback
 from swjax.linear.layer import add
 from swjax.linear.prologues import Prologue
 from swjax.models.config import LoRA, config
-from swjax.nnx import Linear
+from swjax.nnx import Linear, modules_of
 
 MATRICES = ("lora_a", "lora_b")
 Model = TypeVar("Model", bound=Any)  # a CLIP
@@ -68,8 +68,8 @@ def adapt(model: nnx.Module, lora: LoRA, rngs: nnx.Rngs) -> None:
       lora: rank, scale and layers.
       rngs: initializes `lora_a` as PyTorch initializes a linear layer.
     """
-    found = {"/".join(map(str, path)): layer for path, layer in nnx.iter_modules(model)}
-    layers = {path: layer for path, layer in found.items() if isinstance(layer, Linear)}
+    modules = modules_of(model).items()
+    layers = {path: layer for path, layer in modules if isinstance(layer, Linear)}
     for path, layer in layers.items():
         *stack, k, n = layer.kernel.shape
         fwd = layer.recipe.fwd

@@ -28,7 +28,7 @@ import numpy as np
 
 from swjax.data.examples import fault, look
 from swjax.data.icons import shards
-from swjax.data.sources import Source, source
+from swjax.data.sources import Source, source, spread
 from swjax.data.survey import SAMPLE, refusal, sample
 from swjax.data.tokenizer import tokenize, vocabulary_of
 from swjax.report import page
@@ -144,7 +144,7 @@ def check(pairs: Source, *, most: int = SAMPLE, shown: int = _SHOWN) -> Check:
     """
     wanted = sample(pairs, most or len(pairs))
     count = len(wanted)
-    thumbnails = set(np.linspace(0, count - 1, min(shown, count)).astype(np.int64).tolist())
+    thumbnails = set(spread(count, shown))
     seen, live = [], sys.stderr.isatty()
     if count:
         _see(pairs, 0, shown=True)  # a first read, so that imports are not timed

@@ -135,7 +135,8 @@ def _endings(key: str) -> list[str]:
 
 def table(runs: Sequence[Run]) -> list[list[str]]:
     """A header, and a row per run: state, loss, scores, throughput, time and differing config keys."""
-    names = [name for name in _score_names(runs) if name.endswith(page.HEADLINES)]
+    scores = dict.fromkeys(name for run in runs for name in run.scores)
+    names = [n for n in scores if n.endswith(page.HEADLINES) and "chance" not in n]
     differing = differences(runs)
     header = ["run", "state", "loss", *map(page.label, names), "samples/s/device", "time"]
     rows = [[*header, *short_names(differing)]]
@@ -182,11 +183,6 @@ def _draw(figure, runs: Sequence[Run], theme: charts.Theme) -> str:
     if axes.lines:
         axes.legend(fontsize=7, frameon=False)
     return "Running means of the loss of every step."
-
-
-def _score_names(runs: Sequence[Run]) -> list[str]:
-    names = dict.fromkeys(name for run in runs for name in run.scores)
-    return [name for name in names if "chance" not in name]
 
 
 def text_table(rows: list[list[str]], most: int = _MOST_WIDTH) -> str:

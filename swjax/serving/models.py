@@ -29,7 +29,7 @@ from flax.core import unfreeze
 from swjax import linen
 from swjax.kernels.reference import QTensor
 from swjax.linear.api import quantize_weight
-from swjax.nnx import Linear, describe_model
+from swjax.nnx import Linear, describe_model, modules_of
 from swjax.recipes import Recipe
 from swjax.safe_files import parse_json
 from swjax.serving import tensor_files
@@ -90,7 +90,7 @@ def prequantize(model: NNXModel) -> NNXModel:
     >>> bool(jnp.all(model(x) == before))
     True
     """
-    modules = {"/".join(map(str, path)): module for path, module in nnx.iter_modules(model)}
+    modules = modules_of(model)
     normalizers = nnx.WeightNorm | nnx.SpectralNorm
     normalized = tuple(
         path and f"{path}/" for path, one in modules.items() if isinstance(one, normalizers)

@@ -2,14 +2,15 @@
 (concurrent kernels with quantized weight gradients: on an H100).
 
 A block keeps a number of *widths* for its backward pass. One width is an array of one number per token and
-feature. If the forward product has one scale per token, or with LoRA, the block recomputes the outputs of
-LayerNorm and GELU, which leaves 10 of 16 widths. `tests/test_plan.py` compares the prediction with the runs
-of the fit and with other runs. The model was not compared with GPUs other than Hopper.
+feature. If the forward product has one scale per token and no rotation, or with LoRA, the block recomputes
+the outputs of LayerNorm and GELU, which leaves 10 of 16 widths. `tests/test_plan.py` compares the prediction
+with the runs of the fit and with other runs. The model was not compared with GPUs other than Hopper.
 """
 
 from typing import Any, NamedTuple
 
 from swjax import recipes
+from swjax.linear.layer import quantizes_rows
 from swjax.models.config import CLIPConfig, TowerConfig
 
 GIB = 2**30
@@ -131,8 +132,7 @@ def recomputes(model: CLIPConfig) -> bool:
     """Whether the blocks recompute LayerNorm and GELU in the backward pass."""
     if not isinstance(model.recipe, str | recipes.Recipe):
         return False  # with several recipes, only some layers may recompute
-    fwd = recipes.get(model.recipe).fwd
-    return fwd is not None and fwd.lhs.scope == "row" and not fwd.outlier_threshold
+    return quantizes_rows(recipes.get(model.recipe).fwd)
 
 
 def _quantizes_wgrad(model: CLIPConfig) -> bool:
