@@ -128,3 +128,7 @@ def test_a_probe_separates_colors(weights, tmp_path, capsys):
     for split in ("train", "val"):  # two classes of one name, as in ImageNet
         (tmp_path / split / "classnames.txt").write_text("cold\ncold\nwarm\n")
     assert probe.probe(encoder, *sets) == {"probe/top1": 1.0}
+    (tmp_path / "one").mkdir()
+    (tmp_path / "val" / "pink").rename(tmp_path / "one" / "pink")
+    with pytest.raises(ValueError, match="must have at least two classes, got only pink: add"):
+        probe.probe(encoder, *2 * [f"folders:{tmp_path}/one"])

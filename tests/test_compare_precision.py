@@ -153,6 +153,7 @@ def test_a_workdir_that_is_a_file_is_told_before_the_work(tmp_path, capsys):
     assert compare_precision.main(["_", *FLAGS, f"--workdir={tmp_path}/file"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("swjax compare: ") and error.count("\n") == 1
+    assert "give a directory, not a file" in error
 
 
 def test_results_that_cannot_be_written_are_one_line(tmp_path, capsys, monkeypatch):

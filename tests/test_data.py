@@ -176,7 +176,7 @@ def test_loader_refuses(options, message):
         (("imagenet", "train"), {}, "no data set 'imagenet': choose one .* icons, synthetic, tfds"),
         (("synthetic", "dev"), {}, "split is 'dev'; it must be one of train, val, test"),
         (("synthetic", "val"), {"classes": 0}, "must be positive; they are 224, 0 and 100000"),
-        (("synthetic", "val"), {"sise": 3}, "options of the data set 'synthetic': .*'sise'"),
+        (("synthetic", "val"), {"sise": 3}, "'synthetic': .*'sise'; it has image_size, classes, "),
         (("emoji", "dev"), {}, "split of the emoji data set is 'dev'; it must be one of"),
         (("emoji", "val"), {"task": "easy"}, "task of the emoji data set is 'easy'"),
         (("tfds", "train"), {}, "options of the data set 'tfds': .*'builder'"),

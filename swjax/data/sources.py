@@ -101,7 +101,10 @@ def source(
     try:
         signature.bind(split, **options)
     except TypeError as error:
-        raise ValueError(f"options of the data set {name!r}: {error}") from None
+        known = [option for option in signature.parameters if option not in ("split", "data_dir")]
+        raise ValueError(
+            f"options of the data set {name!r}: {error}; it has {', '.join(known) or 'none'}"
+        ) from None
     return make(split, **options)
 
 

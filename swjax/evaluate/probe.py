@@ -50,7 +50,7 @@ def probe(
     Raises:
       BadData: too many pictures are unreadable.
       MissingPackage: scikit-learn is not installed.
-      ValueError: the sets have other classes, or a class has fewer pictures than `shots`.
+      ValueError: the sets have other classes, or only one, or a class has fewer pictures than `shots`.
     """
     require("sklearn", extra="probe", user="swjax probe")
     (x, labels), (x_test, labels_test), names = _embedded(encoder, train, test, data_dir)
@@ -85,6 +85,8 @@ def _embedded(encoder: inference.Encoder, train: str, test: str, data_dir: str):
             f"{train} and {test} must have the same classes; only one of them has {', '.join(odd[:5])}: "
             "remove these classes, rename them, or add pictures of them to the other"
         )
+    if len(names) < 2:
+        raise ValueError(f"{train} must have at least two classes, got only {names[0]}: add others")
     vision = encoder.cfg.vision
     graph, params = nnx.split(encoder.model)
     predict = evaluators.predictor(graph, vision.image_size)

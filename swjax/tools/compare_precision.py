@@ -30,7 +30,7 @@ from ml_collections import ConfigDict
 
 from swjax.models import sharding
 from swjax.recipes import NAMES
-from swjax.safe_files import write_atomically
+from swjax.safe_files import explain, write_atomically
 from swjax.tools import layer_errors
 from swjax.training import config as config_lib
 from swjax.training.config import ConfigError, RunError, choice
@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
         with blame_data():
             result = compare(settle_model(config, workdir), args)
     except (ConfigError, RunError, OSError) as error:
-        print(f"swjax compare: {error}", file=sys.stderr)
+        print(f"swjax compare: {explain(error)}", file=sys.stderr)
         return 2
     from swjax.report import precision  # matplotlib is slow to load
 
@@ -66,7 +66,7 @@ def main(argv: list[str]) -> int:
         write_atomically(workdir / "compare_precision.json", text)
         print(precision.write(result, workdir))
     except OSError as error:
-        print(f"swjax compare: {error}", file=sys.stderr)
+        print(f"swjax compare: {explain(error)}", file=sys.stderr)
         return 2
     return 0
 
