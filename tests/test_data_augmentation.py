@@ -171,3 +171,5 @@ def test_settings_that_cannot_apply_are_one_line(micro, tmp_path):
     ):
         with pytest.raises(ValueError, match=f"^{message}: change it$"):
             Augmentation(**options)
+    with pytest.raises(ValueError, match=r"^interpolation must be one of .*, got 'lanczos'$"):
+        data.Fitting(interpolation="lanczos")
