@@ -162,3 +162,14 @@ def test_settings_that_cannot_apply_are_one_line(micro, tmp_path):
         Augmentation(magnitude=31)
     with pytest.raises(ValueError, match=r"^scale must be \(smallest, largest\) above 0, got"):
         Augmentation(scale=(0.5, 0.4))
+    for options, message in (
+        (
+            {"color_jitter": 0.3},
+            r"color_jitter must have the form of \(0.0, 0.0, 0.0, 0.0\), got 0.3",
+        ),
+        ({"magnitude": 9.5}, "magnitude must have the form of 9, got 9.5"),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}: change it$"):
+            Augmentation(**options)
+    with pytest.raises(ValueError, match=r"^interpolation must be one of .*, got 'lanczos'$"):
+        data.Fitting(interpolation="lanczos")

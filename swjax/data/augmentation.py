@@ -64,11 +64,15 @@ class Augmentation:
 
     def __post_init__(self) -> None:
         limits = {"randaugment": np.inf, "magnitude": MOST_MAGNITUDE, "ratio": np.inf}
-        for name, value in dataclasses.asdict(self).items():
-            most = limits.get(name, 1.0)
-            numbers = value if isinstance(value, tuple) else (value,)
-            if not all(0 <= number <= most for number in numbers):
-                raise ValueError(f"{name} must be 0 to {most:g}, got {value}: change it")
+        for field in dataclasses.fields(self):
+            given, most = getattr(self, field.name), limits.get(field.name, 1.0)
+            value, like = np.asarray(given), np.asarray(field.default)
+            if value.shape != like.shape or not np.can_cast(value.dtype, like.dtype, "same_kind"):
+                raise ValueError(
+                    f"{field.name} must have the form of {field.default}, got {given!r}: change it"
+                )
+            if not np.all((value >= 0) & (value <= most)):
+                raise ValueError(f"{field.name} must be 0 to {most:g}, got {given}: change it")
         for name, (least, most) in {"scale": self.scale, "ratio": self.ratio}.items():
             if not 0 < least <= most:
                 raise ValueError(f"{name} must be (smallest, largest) above 0, got {least, most}")

@@ -26,6 +26,10 @@ _SHIFT = 0.5  # largest shift, as a share of the margin around the drawing, and 
 _SHIFT_AT_LEAST = 0.04  # share of the image
 # Side of the square in which a rectangle is chosen; the picture's shape then stretches it.
 _UNIT = 2**16
+_FITTINGS = {
+    "resize_mode": ("shortest", "longest", "squash"),
+    "interpolation": ("bicubic", "bilinear", "random"),
+}
 _CONTRAST = 0.1  # largest relative change of a channel's distance from white
 
 
@@ -99,11 +103,22 @@ class Fitting:
         longer side and adds a border, "squash" changes the shape of the picture.
       interpolation: "bicubic", "bilinear", or "random": either of them in training, and bicubic otherwise.
       fill_color: level of the border's red, green and blue, 0 to 255.
+
+    Raises:
+      ValueError: an attribute has another value.
     """
 
     resize_mode: str = "shortest"
     interpolation: str = "bicubic"
     fill_color: int = 0
+
+    def __post_init__(self) -> None:
+        for name, known in _FITTINGS.items():
+            if (given := getattr(self, name)) not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, got {given!r:.80}")
+        if type(self.fill_color) is not int or not 0 <= self.fill_color <= 255:
+            given = self.fill_color
+            raise ValueError(f"fill_color must be a whole number from 0 to 255, got {given!r:.80}")
 
     @classmethod
     def of(cls, vision: Any) -> "Fitting":

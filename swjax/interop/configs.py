@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from swjax.data.images import MEAN, SHORTEST, STD, Fitting
-from swjax.models.config import INTERPOLATIONS, RESIZE_MODES, CLIPConfig, TextConfig, VisionConfig
+from swjax.models.config import CLIPConfig, TextConfig, VisionConfig
 
 _PREPARE = "prepare the images yourself, and pass this model's configuration as cfg"
 # The largest sizes that a file may have, so that a malformed one is refused at once; by the libraries' keys.
@@ -206,19 +206,18 @@ def open_clip_preparation(file: Mapping) -> Preparation:
         raise ValueError(
             f"preprocess_cfg.mode must be 'RGB', got {given['mode']!r:.80}: {_PREPARE}"
         )
-    kinds = {"resize_mode": RESIZE_MODES, "interpolation": INTERPOLATIONS}
-    for key, known in kinds.items():
-        if key in given and given[key] not in known:
-            raise ValueError(
-                f"preprocess_cfg.{key} must be one of {', '.join(known)}, got {given[key]!r:.80}: {_PREPARE}"
-            )
-    fitted = {key: given[key] for key in (*kinds, "fill_color") if key in given}
+    names = ("resize_mode", "interpolation", "fill_color")
+    fitted = {key: given[key] for key in names if key in given}
+    try:
+        fitting = Fitting(**fitted)
+    except ValueError as error:
+        raise ValueError(f"preprocess_cfg.{error}: {_PREPARE}") from error
     _refuse("preprocess_cfg", given, {"mean", "std", "size", "mode", *fitted}, {})
     mean, std = (
         _colors(f"preprocess_cfg.{key}", given.get(key, default))
         for key, default in (("mean", MEAN), ("std", STD))
     )
-    return Preparation(mean, std, Fitting(**fitted))
+    return Preparation(mean, std, fitting)
 
 
 def _colors(key: str, value: Any) -> tuple[float, ...]:
