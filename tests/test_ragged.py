@@ -339,7 +339,7 @@ Q = jax.vmap(swjax.quantize_weight)(W)
         (
             (X, Q, SIZES),
             "fp8_switchback",
-            r"quantized w must be float8_e4m3fn with .*, got int8 \(3,",
+            r"quantized w must be float8_e4m3fn \[e, n, k\] with .*, got int8 \(3,",
         ),
         ((Q, W, SIZES), "switchback", "x must be an array, got a QTensor: only w may be quantized"),
     ],
