@@ -34,6 +34,7 @@ from examples.language_model.model import LINEAR_LAYERS, SIZES, Llama
 from swjax.nnx import quantize_model
 from swjax.optax import stable_adamw
 from swjax.recipes import RECIPES
+from swjax.safe_files import explain
 
 DEFAULTS = {
     "tiny": {"steps": 600, "batch": 16, "length": 128, "rate": 4e-3},
@@ -52,7 +53,7 @@ def main(argv: list[str] | None = None) -> Any:
         corpus = data.read(args.corpus, args.length)
         run = Run(args, corpus.fingerprint)
     except (OSError, ValueError) as error:
-        fail(error)
+        fail(explain(error))
 
     # --- model and optimizer -------------------------------------------------------------------------
     dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
