@@ -486,7 +486,8 @@ def _gated_mlp_of(*layers: Any) -> Callable | None:
     for layer in layers:
         if not isinstance(layer, nnx.Linear) or type(layer).__call__ is not nnx.Linear.__call__:
             return None
-        dtype = getattr(layer.kernel.get_value(), "dtype", None)  # a QTensor has none
+        kernel = layer.kernel.get_value()
+        dtype = layer.param_dtype if isinstance(kernel, QTensor) else getattr(kernel, "dtype", None)
         if layer.bias is not None or dtype not in OPERAND_DTYPES or not product_of(layer):
             return None
     gate, up, down = layers

@@ -11,6 +11,7 @@ from flax import nnx
 from jax import lax
 
 from swjax.kernels.gated.reference import ACTIVATIONS
+from swjax.kernels.reference import QTensor
 from swjax.linear.checks import OPERAND_DTYPES
 
 Names = tuple[str, str, str]  # attributes of a block: the layers of gate, up and down
@@ -32,6 +33,8 @@ def fuse(block: Any, together: Together) -> None:
     """
     linears = [name for name, value in vars(block).items() if isinstance(value, nnx.Linear)]
     if is_fused(block) or len(linears) != 3:
+        return
+    if any(isinstance(getattr(block, name).kernel.get_value(), QTensor) for name in linears):
         return
     kind: Any = type(block)
     state = jax.eval_shape(lambda state: state, nnx.state(block))
@@ -124,7 +127,7 @@ def gated_activation(
         def run(state, x):
             block: Any = nnx.merge(graphdef, state)
             for name in names:
-                getattr(block, name).dot_general = lax.dot_general
+                _use_own_product(getattr(block, name))
             return call(block, x), nnx.state(block)  # which the code may change
 
         return _expression(jax.make_jaxpr(run)(state, x))
@@ -145,6 +148,13 @@ def gated_activation(
 
     known = (name for name, function in ACTIVATIONS.items() if formula(function) == given)
     return next(known, None)
+
+
+def _use_own_product(layer: Any) -> None:
+    """Gives a layer Flax's own product, which reads a prequantized kernel [n, k] as an array [k, n]."""
+    layer.dot_general = lax.dot_general
+    if isinstance(kernel := layer.kernel.get_value(), QTensor):
+        layer.kernel = nnx.Param(kernel.values.T.astype(layer.dtype or layer.param_dtype))
 
 
 def _expression(program: Any) -> tuple | None:

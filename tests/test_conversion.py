@@ -556,13 +556,14 @@ def test_a_layer_in_standard_is_not_counted_as_converted():
     assert "1 of 2 matrices converted, 64 of 128 elements (50%)" in report
 
 
-def test_prequantized_gated_mlps_run_layer_by_layer():
-    model = swjax.nnx.quantize_model(nnx.Dict(mlp=GatedMLP(nnx.Rngs(0))), {".*": "switchback"})
-    want = model.mlp(X)
+def test_prequantized_gated_mlps_stay_fused():
+    kinds, x = {"mlp": GatedMLP, "other": WithoutActivation}, X.astype(jnp.bfloat16)
+    model = nnx.Dict({name: kind(nnx.Rngs(0), dtype=jnp.bfloat16) for name, kind in kinds.items()})
+    want = swjax.nnx.quantize_model(model, {".*": "switchback"}).mlp(x)
     swjax.nnx.quantize_model(swjax.serving.prequantize(model), {".*": "switchback"})
-    assert "gated" not in operations(model.mlp, X)
-    assert not swjax.nnx.describe_model(model).fused
-    np.testing.assert_allclose(model.mlp(X), want, rtol=1e-4, atol=1e-5)
+    assert "gated" in operations(model.mlp, x)
+    assert swjax.nnx.describe_model(model).fused == ["mlp"]
+    np.testing.assert_array_equal(model.mlp(x), want)
 
 
 def test_recognised_blocks_are_pickled_and_copied():
