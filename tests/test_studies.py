@@ -115,6 +115,18 @@ def test_parts_of_a_study_are_put_together(study, tmp_path):
     assert math.isnan(seen[2]["result"]["loss"][1])
 
 
+def test_rows_keep_the_commands_that_made_them(study, tmp_path, monkeypatch):
+    """A file that another command continues names both; merges of merges name each once."""
+    args = study.parser("").parse_args([f"--out={tmp_path}/a.json"])
+    for i, name in enumerate("abb"):
+        monkeypatch.setattr(sys, "argv", ["study", name])
+        study.carry_out(args, [({"i": i}, dict)], lambda runs: None)
+    for _ in range(2):
+        study.write(args.out, study.merge([args.out, args.out]))
+    merged = study.load(args.out)
+    assert [part["command"][-1] for part in merged["parts"]] == ["a", "b"]
+
+
 def test_processes_divide_the_runs(study, tmp_path):
     """Arms that share steps go to one process, which keeps its claims when it is interrupted."""
     done = []

@@ -143,14 +143,32 @@ def merge(paths: Iterable[Path]) -> dict:
     for run in itertools.chain.from_iterable(study["runs"] for study in studies):
         if run["key"] not in [other["key"] for other in runs]:
             runs.append(run)
-    parts = [{k: v for k, v in study.items() if k != "runs"} for study in studies]
     finished = all(study["finished"] for study in studies)
-    return {"parts": parts} | new() | {"finished": finished, "runs": runs}
+    return {"parts": commands(*studies)} | new() | {"finished": finished, "runs": runs}
+
+
+def commands(*studies: dict) -> list[dict]:
+    """Returns the command and environment of every process behind the studies, each once."""
+    found = []
+    for study in studies:
+        own = {name: value for name, value in study.items() if name not in ("parts", "runs")}
+        for part in (*commands(*study.get("parts", ())), own):
+            if part not in found:
+                found.append(part)
+    return found
 
 
 def read(path: Path | None) -> dict:
-    """Reads a study, or returns a new one if the file does not exist."""
-    return load(path) if path and path.exists() else new()
+    """Reads a study, or returns a new one if the file does not exist.
+
+    If another command or environment made the study, its own becomes a part: later runs are of this process.
+    """
+    study = now = new()
+    if path and path.exists():
+        study = load(path)
+        if any(study.get(name) != now[name] for name in ("command", "environment")):
+            study = {"parts": commands(study)} | now | {"runs": study["runs"]}
+    return study
 
 
 def new() -> dict:
