@@ -15,5 +15,6 @@ kernels (`triton`, `mosaic_gpu`, `pallas_tpu`) and their tile sizes (`tiles`).
 if __name__ != "swjax.kernels":
     raise ImportError(
         f"this package must be imported as 'swjax.kernels', not as {__name__!r}: "
-        "use `from swjax import kernels`"
+        "use `from swjax import kernels`; if another library imports it, as transformers does, start "
+        "Python in another folder than the checkout"
     )

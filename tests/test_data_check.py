@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from photographs import encoded, jpeg, photograph, write_tar, write_tars
+from PIL import Image
 
 from swjax import data
 from swjax.report.data_check import check, lines, main
@@ -53,6 +54,15 @@ def test_names_in_latin_1_are_on_the_page(tmp_path, monkeypatch, capsys):
     Path(os.fsdecode(folder), "0.jpg").write_bytes(jpeg(0))
     assert main(["check", "own", "--page=page.html"]) == 0
     assert "caf\\udce9" in Path("page.html").read_text("utf-8")
+
+
+def test_all_formats_are_counted(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("own/fox").mkdir(parents=True)
+    for ending in ("bmp", "gif", "jpg", "png", "tiff", "webp"):
+        Image.new("RGB", (8, 8)).save(f"own/fox/0.{ending}")
+    assert main(["check", "own", "--page=page.html"]) == 0
+    assert capsys.readouterr().out.split("formats")[1].split("\n")[0].count(" 1") == 6
 
 
 def test_a_good_set_ends_with_0(tmp_path, monkeypatch, capsys):

@@ -154,6 +154,14 @@ def test_an_empty_text_is_refused(capsys):
     assert "a text is empty, got ['a fox', '']" in capsys.readouterr().err
 
 
+def test_a_text_that_is_cut_is_said(weights, photos, tmp_path, capsys):
+    longest = inference.load(weights).cfg.text.context_length - 2
+    texts = ["fox " * longest, "fox " * longest + "owl"]
+    assert main([weights, *texts, f"--pictures={photos}", f"--page={tmp_path}/search.html"]) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"the first {longest + 2} tokens of a text, and not the end of" in line and "owl" in line
+
+
 def test_a_page_that_cannot_be_written_is_refused_first(tmp_path, capsys):
     for page, reason in (("none/x.html", "folder '.*none' does not exist"), ("", "is a folder")):
         with pytest.raises(SystemExit, match="2"):

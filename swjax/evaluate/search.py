@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from swjax.data import Fitting, files
+from swjax.data import Fitting, files, tokenize
 from swjax.data.decoding import decode
 from swjax.data.examples import reason
 from swjax.evaluate.scoring import config_of
@@ -201,6 +201,19 @@ def write_page(
     write_atomically(path, text)
 
 
+def _warn_of_cut(texts: Sequence[str], model: Encoder) -> None:
+    """Prints a line for each text that is longer than the model's context."""
+    length = model.cfg.text.context_length
+    read, longer = (tokenize(texts, n, model.tokenizer) for n in (length, length + 1))
+    for text, cut in zip(texts, (read != longer[:, :length]).any(axis=1), strict=True):
+        if cut:
+            print(
+                f"swjax search: the model reads the first {length} tokens of a text, and not the end of "
+                f"{printable(text)[-60:]!r}: shorten it",
+                file=sys.stderr,
+            )
+
+
 def _thumbnail(image: Any) -> str:
     return page.thumbnail(decode(image.read_bytes()) if isinstance(image, Path) else image)
 
@@ -237,6 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             pictures = Split(options.model, options.split)
         else:
             raise ValueError(f"{options.model!r} is not a run with data: pass --pictures=FOLDER")
+        _warn_of_cut(options.texts, model)
         found = search(model, options.texts, pictures, options.count)
         write_page(options.page, f"Search in {options.model}", options.texts, found, pictures)
     except (OSError, ValueError) as error:

@@ -202,7 +202,7 @@ def lines(
     out += [f"left out     {printable(note)}" for note in found.notes]
     if good:
         widths, heights = np.array([each.size for each in good]).T
-        kinds = Counter(each.kind for each in good).most_common(4)
+        kinds = Counter(each.kind for each in good).most_common()
         out.append(f"pixels       {_quantiles(widths)} wide, {_quantiles(heights)} high")
         out.append(f"formats      {', '.join(f'{kind} {n:,}' for kind, n in kinds)}")
         if any(each.bytes for each in good):
