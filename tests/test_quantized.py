@@ -429,6 +429,9 @@ STAYS = {
     "inside custom_vjp_call": lambda w, x: custom(x, w),
     "mul changes the parameter first": lambda w, x: x @ (w * 2.0),
     "add changes the parameter first": lambda w, x: x @ (w + w @ w),
+    "convert_element_type changes the parameter first": lambda w, x: (
+        x @ (w > 0).astype(x.dtype) + x @ w.astype("int8").astype(x.dtype)
+    ),
     "an outer product, which sums nothing": lambda w, x: (
         x + jnp.einsum("bt,d->btd", x[..., 0], w[0])
     ),
@@ -505,6 +508,12 @@ def test_parameters_in_another_argument_than_the_first_warn():
         swjax.quantized(apply)(X[0], p)
     bank = jnp.ones((3, WIDTH))
     swjax.quantized(lambda p, x, bank: apply(x, p) @ bank.T)(p, X[0], bank)
+
+
+def test_a_batch_without_rows():
+    """It ended in an IndexError of the warning for parameters in other arguments."""
+    w = draw(WIDTH, WIDTH)
+    assert swjax.quantized(lambda w, x: x @ w)(w, X[0, :0]).shape == (0, WIDTH)
 
 
 def test_rules_that_reach_less_than_half_warn():
@@ -765,6 +774,29 @@ def test_frozen_parameters_that_one_function_reads_in_two_ways():
     params = {"a": draw(WIDTH, WIDTH), "b": draw(WIDTH, WIDTH)}
     frozen, call = int8.freeze(params, X), jax.jit(int8)
     np.testing.assert_array_equal(call(frozen, X), call(params, X))
+
+
+def test_frozen_parameters_in_calls_that_do_not_read_them():
+    """The calls received `FrozenWeight`s, which are no arrays."""
+
+    def apply(p, x):
+        scale = lambda p, x: x * p["scale"]
+        for call in (
+            jax.jit(scale),
+            jax.checkpoint(scale),
+            partial(jax.lax.cond, True, scale, scale),
+        ):
+            x = call(p, x)
+        x, p = jax.lax.fori_loop(0, 2, lambda _, c: (scale(c[1], c[0]), c[1]), (x, p))
+        x, p = jax.lax.optimization_barrier((x, p))
+        moved, _ = jax.lax.fori_loop(0, 2, lambda _, c: (c[0] @ c[1], c[1].T), (x, p["moved"]))
+        return x @ p["w"] + x @ p["moved"] + moved
+
+    params = {"scale": jnp.ones(()), "w": draw(WIDTH, WIDTH), "moved": draw(WIDTH, WIDTH)}
+    int8 = swjax.quantized(apply, {"w|moved": "switchback"})
+    frozen = int8.freeze(params, X[0])
+    assert isinstance(frozen["moved"], jax.Array), "a loop reads it in two ways"
+    np.testing.assert_array_equal(jax.jit(int8)(frozen, X[0]), jax.jit(int8)(params, X[0]))
 
 
 def test_frozen_parameters_for_another_function_are_refused():

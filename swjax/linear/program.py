@@ -307,9 +307,9 @@ def quantized(
 
     Kept as they are and listed by `report`: functions with custom derivatives, kernels, layers that are
     quantized already, convolutions, lookups, outer products, products of two activations, such as caches,
-    parameters that the program scales or adds first, and the matrices of LoRA. Ragged products follow
-    `swjax.ragged_switchback`. If `fn` differentiates inside, its input gradients follow the recipe's forward
-    product, and its weight gradients are products of two activations.
+    parameters that the program scales, adds or casts to integers first, and the matrices of LoRA. Ragged
+    products follow `swjax.ragged_switchback`. If `fn` differentiates inside, its input gradients follow the
+    recipe's forward product, and its weight gradients are products of two activations.
 
     Args:
       fn: a function of parameters and further arguments, such as a loss or an `apply`; or of an NNX model or
@@ -453,7 +453,7 @@ def _warn(planner: Planner, program: _Program) -> None:
     flops = lambda products: sum(p.flops for p in products)
     if converted and flops(missed) <= flops(converted):
         other = _of_other_arguments(planner, program)
-        if flops(other) >= flops(converted):
+        if other and flops(other) >= flops(converted):  # without rows, nothing has FLOPs
             warnings.warn(
                 "only the first argument has parameters, but half of the products are of arrays of others, "
                 f"as at {other[0].site or other[0].equation}: pass the parameters first; {report}",

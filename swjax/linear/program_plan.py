@@ -166,7 +166,7 @@ class Planner:
             return Step(hand_on, eqn), [found[i] for i in sources]
         # An `optimization_barrier` has one result for each operand.
         moved = found[:count] if name in RESHARDS else found[:1] * count
-        moves = name in CASTS | RESHARDS | GATHERS | MOVES
+        moves = name in CASTS | RESHARDS | GATHERS | MOVES and not _rounds(eqn)
         if (moves or (picked_axis(eqn) is not None and found[1])) and any(moved):
             if name not in CASTS | RESHARDS:
                 moved = [o and _moved(eqn, o, v.aval.shape) for o, v in zip(moved, eqn.outvars)]
@@ -315,6 +315,8 @@ class Planner:
             if same == into:
                 break
             for i, origin in zip(call.carried, same):
+                if origin is None:
+                    self._note_used([found[i]])
                 found[i] = origin
             del self.products[mark:]
         results = plans if call.alternatives else plans[:1]
@@ -328,7 +330,8 @@ class Planner:
             self._note_used(outs[len(into) :])
             outs[len(into) :] = [None] * (len(outs) - len(into))
         casts = execute is inline and any(o and o.paths and not o.changed for o in outs)
-        changes = casts or any(plan.changes for plan in plans)
+        frozen = any(self.choices[path].frozen for o in found if o for path in o.paths)
+        changes = casts or frozen or any(plan.changes for plan in plans)
         return Step(execute if changes else as_it_is, eqn, plans), outs
 
     def _note_use(self, eqn, found: Origins, repeats: int, opaque: str) -> None:
@@ -390,6 +393,14 @@ def _matrix(w: Any, contracted: Sequence[int], experts: Sequence[int]) -> tuple[
 
 def _are_quantized(lhs: Any, rhs: Any) -> bool:
     return {lhs.dtype.name, rhs.dtype.name} <= {*QUANTIZED_DTYPES}
+
+
+def _rounds(eqn: Any) -> bool:
+    """Whether an equation casts floats to integers or booleans, which changes the parameter."""
+    if eqn.primitive.name not in CASTS:
+        return False
+    before, after = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
+    return jnp.issubdtype(before, jnp.inexact) and not jnp.issubdtype(after, jnp.inexact)
 
 
 def _moved(eqn: Any, origin: Origin, shape: tuple[int, ...]) -> Origin:

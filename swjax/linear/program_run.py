@@ -213,12 +213,15 @@ def move(step: Step, values: Arrays, stored: Arrays) -> tuple[Arrays, Arrays]:
     """Moves a parameter, and the stored parameter likewise, but without gathers: its layer gathers int8."""
     if (factor := multiplied_by_one(step.eqn)) is not None:
         return [values[factor]], [stored[factor]]
+    name = step.eqn.primitive.name
+    if name == "optimization_barrier":  # the only one with several operands
+        return jax.lax.optimization_barrier(values), stored
     if isinstance(w := values[0], FrozenWeight):  # it is the matrix already, or a stack of matrices
         if picked_axis(step.eqn) is not None:
             at = partial(jnp.take, indices=values[1][0], axis=0, mode="clip")
             w = replace(w, values=at(w.values), scale=at(w.scale))
         return [w], []
-    name, outs = step.eqn.primitive.name, _bind(step.eqn, values)
+    outs = _bind(step.eqn, values)
     if name in CASTS | RESHARDS:
         return outs, stored[: len(outs)]
     if name in GATHERS or stored[0] is values[0]:
