@@ -168,6 +168,25 @@ def test_a_run_resumes_and_is_read_merged_and_exported(micro, tmp_path, caplog):
         train(micro(optimizer__lora__rank=8), workdir)
 
 
+def test_frozen_kernels_keep_their_recipe_and_dtype(micro, tmp_path):
+    """Neither kernels that are rotated otherwise, nor those of another dtype, are read as they are."""
+    config = adapted(micro, train__steps=2, **UNDIAGNOSED)
+    assert train(config, tmp_path / "int8") == 0
+    config.model.recipe = "int8_hadamard"
+    with pytest.raises(
+        ConfigError, match="quantized for config.model.recipe='switchback', not 'int8_h"
+    ):
+        train(config, tmp_path / "int8")
+    config.model.recipe = "fp8_switchback"
+    with pytest.raises(ConfigError, match="model.recipe: 'switchback' -> 'fp8_switchback': change"):
+        train(config, tmp_path / "int8")
+    config.model.recipe, config.model.dtype = "standard", "bfloat16"
+    with jax.numpy_dtype_promotion("standard"):  # jax.nn's attention promotes
+        assert train(config, tmp_path / "bf16") == 0
+        found = [inference.load(tmp_path / "bf16", dtype=d) for d in ("bfloat16", "float32")]
+        assert_close(*(encoder.encode_text(["a fox"]) for encoder in found), atol=0.02)
+
+
 @pytest.mark.release
 def test_devices_share_the_kernels_and_repeat_the_matrices(micro):
     """With FSDP over two devices, a step has the loss and the updates of one device."""

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from swjax import data, evaluators, interop, serving
+from swjax import data, evaluators, interop, recipes, serving
 from swjax.data import decoding
 from swjax.data.images import SHORTEST, fit
 from swjax.data.labelled import TEMPLATES
@@ -250,8 +250,11 @@ def _of_run(workdir: Path, options: dict) -> tuple[clip.CLIP, tuple[str, ...]]:
             f"{workdir}/config.json is damaged: {reason:.200}: restore it from a copy"
         ) from error
     cfg = clip.config(described, **options)
-    # The kernels of layers with LoRA are quantized for the recipe of the run.
-    merges = described.lora is not None and cfg.recipe != described.recipe
+    # The kernels of layers with LoRA are quantized for the recipe of the run, or have its dtype.
+    assert isinstance(described.recipe, str), "config.model.recipe is one name"
+    quantized = recipes.get(described.recipe).fwd is not None
+    same = cfg.recipe == described.recipe and (quantized or cfg.dtype == described.dtype)
+    merges = described.lora is not None and not same
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     with closing(Checkpoints.of("workdir", str(workdir))) as checkpoints:
         name = "ema" if ema else "params"

@@ -1,8 +1,8 @@
 """Checkpoints of a run: the train state and the data position, saved in the background.
 
 Orbax writes and commits the checkpoints. TensorStore verifies only few of the bytes that it reads, so each
-checkpoint has a manifest with the shape and the checksum of every array. A checkpoint that differs from its
-manifest is not used.
+checkpoint has a manifest with the shape, the dtype and the checksum of every array. A checkpoint that differs
+from its manifest is not used.
 """
 
 import contextlib
@@ -303,8 +303,10 @@ class Checkpoints:
 def _manifest(state, position: dict) -> dict:
     arrays = arrays_by_name(state)
     sums = checksums(arrays)
-    shapes = {name: list(x.shape) for name, x in arrays.items()}
-    held = {name: {"shape": shapes[name], "checksum": sums[name]} for name in arrays}
+    held = {
+        name: {"shape": list(x.shape), "dtype": str(x.dtype), "checksum": sums[name]}
+        for name, x in arrays.items()
+    }
     manifest = {"position": position, "arrays": held}
     return manifest | {"crc32": _crc32(manifest)}
 
@@ -327,15 +329,19 @@ def _read_manifest(path: Path) -> dict:
 
 
 def _compare(path: Path, arrays: dict, like, within: str) -> None:
-    """Raises `OtherArrays` if the manifest lists other arrays or shapes than `like`."""
-    saved = {n: tuple(x["shape"]) for n, x in arrays.items() if n.startswith(within)}
-    here = {name: tuple(x.shape) for name, x in arrays_by_name(like).items()}
+    """Raises `OtherArrays` if the manifest lists other arrays, shapes or dtypes than `like`."""
+    here = {name: f"{x.dtype}{list(x.shape)}" for name, x in arrays_by_name(like).items()}
+    saved = {
+        name: f"{x.get('dtype') or here.get(name, '').partition('[')[0]}{x['shape']}"  # older: no dtype
+        for name, x in arrays.items()
+        if name.startswith(within)
+    }
     for name in sorted(saved.keys() | here.keys()):
         if saved.get(name) != here.get(name):
             raise OtherArrays(
-                f"{path} belongs to another model or optimizer: the shape of {name} is "
-                f"{saved.get(name)} in the checkpoint and {here.get(name)} here (None: no such array): use "
-                f"the config of the checkpoint, or another --workdir"
+                f"{path} belongs to another model or optimizer: {name} is {saved.get(name)} in the "
+                f"checkpoint and {here.get(name)} here (None: no such array): use the config of the "
+                f"checkpoint, or another --workdir"
             )
 
 

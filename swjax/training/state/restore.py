@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
+from swjax import recipes
 from swjax.models import clip, sharding
 from swjax.training import config as config_lib
 from swjax.training import distributed
@@ -125,6 +126,13 @@ def require_same_model(workdir: Path, config: ConfigDict) -> None:
                 f"the checkpoint in {workdir} belongs to another model: config.model.{key} is "
                 f"{saved[key]!r} there and {own!r} here: set it back, or use another --workdir"
             )
+    theirs, ours = model.get("recipe", ""), config.model.recipe
+    known = recipes.RECIPES
+    if config.optimizer.lora.rank and theirs in known and known[theirs].fwd != known[ours].fwd:
+        raise ConfigError(
+            f"the frozen kernels in {workdir} are quantized for config.model.recipe={theirs!r}, not "
+            f"{ours!r}: set it back, or begin another --workdir with config.checkpoint.init_from={workdir}"
+        )
 
 
 def _hidden_settings(model: dict[str, Any]) -> dict[str, Any]:
