@@ -319,6 +319,18 @@ def test_a_table_that_is_replaced_is_read_anew(tmp_path, monkeypatch):
         assert data.source("table", "pairs.csv", data_dir="data").captions(0) == (caption,)
 
 
+def test_a_table_that_is_edited_while_it_is_read_gives_no_part_of_a_row(tmp_path):
+    path = tmp_path / "pairs.csv"
+    rows = [f"{i}.jpg,a drawing of a fox" for i in range(9)]
+    path.write_text("\n".join(["image,caption", *rows]))
+    table = open_table(path, tmp_path)
+    path.write_text("\n".join(["image,caption", *rows[:2], f"{rows[2]} in snow", *rows[3:], "x,y"]))
+    assert table.captions(1) == ("a drawing of a fox",)
+    for i in range(2, 9):
+        with pytest.raises(ValueError, match="the table has changed since its rows were found"):
+            table.captions(i)
+
+
 def test_rows_of_tsv_and_jsonl(tmp_path):
     write_images(tmp_path, 2)
     (tmp_path / "t.tsv").write_text("title\tpath\nzero, 0\timages/0.jpg\none\timages/1.jpg\n")

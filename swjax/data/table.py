@@ -34,6 +34,7 @@ class Layout:
     Attributes:
       separator: of the cells; "" for a JSON object per line.
       encoding: "utf-8-sig", or "utf-16-le" or "utf-16-be" if the file starts with that byte order mark.
+      line_end: the bytes of a line feed.
       columns: names of the columns; () in JSONL, where each row has its own.
     """
 
@@ -50,6 +51,7 @@ class Layout:
         (self.separator,) = separators
         start = files.read(path, 0, min(size, 2)) if size else b""
         self.encoding = _BYTE_ORDER_MARKS.get(start, "utf-8-sig")
+        self.line_end = "\n".encode(self.encoding.removesuffix("-sig"))
         self.columns: tuple[str, ...] = ()
         if not self.separator:
             return
@@ -299,7 +301,13 @@ class Table(Photographs):
         path, start, stop = self._index[index + self._first]
         if stop - start > _LONGEST_ROW:
             raise BadExample(f"the row has {stop - start} bytes; the limit is {_LONGEST_ROW}")
-        return field(self._layout.row(files.read(path, start, stop)), key)
+        end = self._layout.line_end
+        before = min(start, len(end))
+        data = files.read(path, start - before, stop)
+        is_last = index == len(self) - 1  # it may lack a line end
+        if data[:before] != end[:before] or not (is_last or data.endswith(end)):
+            raise BadExample("the table has changed since its rows were found: start again")
+        return field(self._layout.row(data[before:]), key)
 
     def _check_first(self) -> None:
         """Checks that the first image's address is readable, because a missing package affects all rows."""
