@@ -508,6 +508,8 @@ def test_parameters_in_another_argument_than_the_first_warn():
         swjax.quantized(apply)(X[0], p)
     bank = jnp.ones((3, WIDTH))
     swjax.quantized(lambda p, x, bank: apply(x, p) @ bank.T)(p, X[0], bank)
+    bilinear = lambda w, x: jnp.einsum("bti,oij,btj->bto", x, w, x)
+    swjax.quantized(bilinear)(draw(4, WIDTH, WIDTH), X)
 
 
 def test_a_batch_without_rows():
