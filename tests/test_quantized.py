@@ -432,6 +432,9 @@ STAYS = {
     "convert_element_type changes the parameter first": lambda w, x: (
         x @ (w > 0).astype(x.dtype) + x @ w.astype("int8").astype(x.dtype)
     ),
+    "cond changes the parameter first": lambda w, x: (
+        x @ jax.lax.cond(x[0, 0, 0] > 0, lambda: w, lambda: w.T)
+    ),
     "an outer product, which sums nothing": lambda w, x: (
         x + jnp.einsum("bt,d->btd", x[..., 0], w[0])
     ),
