@@ -432,6 +432,9 @@ STAYS = {
     "convert_element_type changes the parameter first": lambda w, x: (
         x @ (w > 0).astype(x.dtype) + x @ w.astype("int8").astype(x.dtype)
     ),
+    "cond changes the parameter first": lambda w, x: (
+        x @ jax.lax.cond(x[0, 0, 0] > 0, lambda: w, lambda: w.T)
+    ),
     "an outer product, which sums nothing": lambda w, x: (
         x + jnp.einsum("bt,d->btd", x[..., 0], w[0])
     ),
@@ -508,6 +511,8 @@ def test_parameters_in_another_argument_than_the_first_warn():
         swjax.quantized(apply)(X[0], p)
     bank = jnp.ones((3, WIDTH))
     swjax.quantized(lambda p, x, bank: apply(x, p) @ bank.T)(p, X[0], bank)
+    bilinear = lambda w, x: jnp.einsum("bti,oij,btj->bto", x, w, x)
+    swjax.quantized(bilinear)(draw(4, WIDTH, WIDTH), X)
 
 
 def test_a_batch_without_rows():

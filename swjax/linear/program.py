@@ -480,9 +480,10 @@ def _of_other_arguments(planner: Planner, program: _Program) -> list[TracedProdu
     count, avals = len(program.parameters), program.jaxpr.in_avals
     passed = [Origin(("other",), aval.dtype) for aval in avals[count:]]
     others.plan(program.jaxpr, [*[None] * count, *passed])
-    sites = {p.traceback for p in of_activations}
+    of_code = lambda p: (p.traceback, p.equation, p.shapes)  # an einsum of three has two products
+    sites = {of_code(p) for p in of_activations}
     is_batched = lambda p: set.intersection(*map(set, re.split(",|->", p.equation))) - {" "}
-    of_others = (p for p in others.products if p.reason == "other" and p.traceback in sites)
+    of_others = (p for p in others.products if p.reason == "other" and of_code(p) in sites)
     return [p for p in of_others if not is_batched(p)]  # a cache has the axis of the batch
 
 

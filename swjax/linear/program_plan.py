@@ -321,10 +321,11 @@ class Planner:
             del self.products[mark:]
         results = plans if call.alternatives else plans[:1]
         outs = [
-            each[0] if len({*each}) == 1 else None for each in zip(*(p.origins for p in results))
+            each[0] if len({*each}) == 1 else _combined([*each], eqn.primitive.name)
+            for each in zip(*(p.origins for p in results))
         ]
-        for each, out in zip(zip(*(p.origins for p in results)), outs):
-            if out is None:
+        for each in zip(*(p.origins for p in results)):
+            if len({*each}) > 1:
                 self._note_used(each)
         if eqn.primitive.name == "scan":  # what it stacks is not one parameter
             self._note_used(outs[len(into) :])
