@@ -26,7 +26,7 @@ def config_of(tmp_path, **changes):
 @pytest.mark.parametrize(
     "folder, reason",
     [
-        ("/proc/data", "does not exist"),
+        ("/proc/data", "No such file or directory"),
         ("{tmp}/file", "Not a directory"),
         ("{tmp}/file/below", "Not a directory"),
     ],
