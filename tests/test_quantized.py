@@ -324,6 +324,19 @@ def test_parameters_that_the_program_stacks_or_concatenates(merge):
     assert reasons("llm", sharded_like=[P(None, "tensor")] * 2) == [NO_LAYOUT]
 
 
+def test_parameters_that_the_program_unpacks_or_repeats():
+    """`q, k = w` is an operation of its own in jax 0.12, and stopped the conversion of all layers."""
+    w = draw(WIDTH, 2, WIDTH)
+    fn = lambda w, x: [x @ w for w in (*jnp.unstack(w, axis=1), jnp.tile(w[0], (WIDTH // 2, 1)))]
+    int8 = swjax.quantized(fn, sharded_like=P("fsdp", None, "tensor"))
+    assert [product.reason for product in int8.report(w, X)] == [""] * 3
+    got = jax.jit(int8)(w, X)
+    np.testing.assert_allclose(got[1], swjax.switchback(X, w[:, 1]), rtol=1e-5, atol=1e-6)
+    assert max(differences(lambda w, x: jnp.stack(fn(w, x)), w, X)) < 0.05
+    with pytest.raises(ValueError, match="freeze needs a parameter"):
+        swjax.quantized(lambda w, x: x @ jax.lax.split(w, (2,))[0]).freeze(w[0], X[..., :2])
+
+
 def test_layers_that_a_loop_picks_from_a_stack_and_multiplies_by_one():
     """As Haliax does. A parameter that an activation picks stays a lookup."""
 

@@ -407,7 +407,8 @@ def _rounds(eqn: Any) -> bool:
 def _moved(eqn: Any, origin: Origin, shape: tuple[int, ...]) -> Origin:
     """The origin of the result of an operation that moves elements."""
     spec, moves = moved_spec(eqn, origin.spec, shape), origin.moves
-    alone = eqn.primitive.name not in GATHERS and len(eqn.invars) == len(eqn.outvars) == 1
+    several = eqn.primitive.multiple_results or len(eqn.invars) > 1
+    alone = eqn.primitive.name not in GATHERS and not several
     step = eqn if alone else None
     if picked_axis(eqn) == 0 and {*(moves or ())} <= {SLICE}:
         step = SLICE
@@ -425,7 +426,8 @@ def moved_spec(eqn: Any, spec: tuple | None, shape: tuple[int, ...]) -> tuple | 
     if spec is None:
         return None
     name, before = eqn.primitive.name, eqn.invars[0].aval.shape
-    if (picked := picked_axis(eqn)) is not None:
+    picked = eqn.params["axis"] if name == "unstack" else picked_axis(eqn)
+    if picked is not None:
         return (*spec[:picked], *spec[picked + 1 :])
     if name == "transpose":
         return tuple(spec[axis] for axis in eqn.params["permutation"])

@@ -33,7 +33,7 @@ RESHARDS = {"sharding_constraint", "reshard", "optimization_barrier", "name"}
 GATHERS = {"all_gather", "all_gather_invariant"}
 MOVES = {
     *("transpose", "reshape", "squeeze", "broadcast_in_dim", "slice", "dynamic_slice", "split"),
-    *("rev", "copy", "stop_gradient", "pvary"),
+    *("unstack", "tile", "rev", "copy", "stop_gradient", "pvary"),
 }  # fmt: skip
 MERGES = {"concatenate", "stack"}  # operations that make one array of all their operands
 
