@@ -28,8 +28,8 @@ def choose(
     on other NVIDIA GPUs, cuDNN.
 
     Raises:
-      ValueError: the heads do not divide w; the kernel was requested and cannot run (the message says why);
-        or the implementation does not exist.
+      ValueError: the heads do not divide the features of x; the kernel was requested and cannot run (the
+        message says why); or the implementation does not exist.
 
     >>> choose(jnp.ones((1, 3, 8)), 2)
     'xla'

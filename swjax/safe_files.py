@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, BinaryIO
 
-# Error numbers of a full, read-only or broken disk, and the remedy for each.
+# Error numbers of a full, read-only or broken disk or of a wrong path, and the remedy for each.
 DISK = {
     errno.ENOSPC: "give it room",
     errno.EDQUOT: "give it room",

@@ -12,6 +12,7 @@ import numpy as np
 
 from swjax.data.decoding import MOST_PIXELS, resize_with_pillow
 from swjax.data.skipping import BadExample
+from swjax.models.config import check_fitting
 
 # Mean and standard deviation of red, green and blue in the training images of OpenAI's CLIP.
 MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -26,10 +27,6 @@ _SHIFT = 0.5  # largest shift, as a share of the margin around the drawing, and 
 _SHIFT_AT_LEAST = 0.04  # share of the image
 # Side of the square in which a rectangle is chosen; the picture's shape then stretches it.
 _UNIT = 2**16
-_FITTINGS = {
-    "resize_mode": ("shortest", "longest", "squash"),
-    "interpolation": ("bicubic", "bilinear", "random"),
-}
 _CONTRAST = 0.1  # largest relative change of a channel's distance from white
 
 
@@ -113,12 +110,7 @@ class Fitting:
     fill_color: int = 0
 
     def __post_init__(self) -> None:
-        for name, known in _FITTINGS.items():
-            if (given := getattr(self, name)) not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}, got {given!r:.80}")
-        if type(self.fill_color) is not int or not 0 <= self.fill_color <= 255:
-            given = self.fill_color
-            raise ValueError(f"fill_color must be a whole number from 0 to 255, got {given!r:.80}")
+        check_fitting(self)
 
     @classmethod
     def of(cls, vision: Any) -> "Fitting":

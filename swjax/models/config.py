@@ -32,7 +32,16 @@ REMAT = ("none", *POLICIES)
 
 def _check_choice(name: str, value, choices):
     if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, got {value!r}")
+        raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, got {value!r:.80}")
+
+
+def check_fitting(settings: Any) -> None:
+    """Raises a ValueError for wrong attributes of a `VisionConfig` or of a `swjax.data.Fitting`."""
+    _check_choice("resize_mode", settings.resize_mode, RESIZE_MODES)
+    _check_choice("interpolation", settings.interpolation, INTERPOLATIONS)
+    given = settings.fill_color
+    if type(given) is not int or not 0 <= given <= 255:
+        raise ValueError(f"fill_color must be a whole number from 0 to 255, got {given!r:.80}")
 
 
 def _divisor(width: int, most: int) -> int:
@@ -106,12 +115,7 @@ class VisionConfig(TowerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_choice("resize_mode", self.resize_mode, RESIZE_MODES)
-        _check_choice("interpolation", self.interpolation, INTERPOLATIONS)
-        if type(self.fill_color) is not int or not 0 <= self.fill_color <= 255:
-            raise ValueError(
-                f"fill_color must be a whole number from 0 to 255, got {self.fill_color!r:.80}"
-            )
+        check_fitting(self)
         if self.patch_size < 1 or self.image_size % self.patch_size:
             size, patch = self.image_size, self.patch_size
             remedy = f": try image_size={max(patch, size - size % patch)}" if patch > 0 else ""
