@@ -13,8 +13,9 @@ from PIL import Image
 from swjax import inference
 from swjax.data import decoding, loader
 from swjax.data.examples import EvalExample
-from swjax.data.images import Fitting, fit, random_box, random_fit
+from swjax.data.images import fit, random_box, random_fit
 from swjax.data.skipping import BadExample
+from swjax.fitting import Fitting
 
 # Tolerances in levels of 255: for photographs, which are smooth, and for noise, the hardest case.
 TOLERANCE = {"mean": 0.3, "p99.9": 2, "max": 16}

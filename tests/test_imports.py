@@ -40,7 +40,7 @@ APPLICATION = {
 }
 ALLOWED = LIBRARY | APPLICATION
 # They need the standard library only, so every folder may import them.
-LEAVES = {"swjax.kept", "swjax.packages", "swjax.safe_files"}
+LEAVES = {"swjax.fitting", "swjax.kept", "swjax.packages", "swjax.safe_files"}
 # A command line imports what it starts.
 COMMANDS = {"swjax.__main__", "swjax.diagnostics.__main__", "swjax.training.command"}
 

@@ -12,12 +12,13 @@ import numpy as np
 
 from swjax.data.augmentation import Augmentation
 from swjax.data.examples import EvalExample, TrainExample
-from swjax.data.images import SHORTEST, Fitting
+from swjax.data.images import SHORTEST
 from swjax.data.memory import Memory
 from swjax.data.processes import Processes
 from swjax.data.progress import Position, Progress
 from swjax.data.skipping import FIRST, BadData, Skips, logger
 from swjax.data.sources import Source
+from swjax.fitting import Fitting
 from swjax.packages import require
 
 # Least values of arguments of `loader`, 0 for others; a caption has a start and an end token.

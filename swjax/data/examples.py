@@ -8,10 +8,11 @@ import numpy as np
 
 from swjax.data import decoding
 from swjax.data.augmentation import Augmentation
-from swjax.data.images import SHORTEST, Fitting, fit, random_fit
+from swjax.data.images import SHORTEST, fit, random_fit
 from swjax.data.skipping import BadExample
 from swjax.data.sources import Source
 from swjax.data.tokenizer import tokenize
+from swjax.fitting import Fitting
 from swjax.safe_files import printable
 
 _KEPT_BYTES = 2**30  # images of a source are decoded once if all fit after resizing

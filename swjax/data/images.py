@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ import numpy as np
 
 from swjax.data.decoding import MOST_PIXELS, resize_with_pillow
 from swjax.data.skipping import BadExample
-from swjax.models.config import check_fitting
+from swjax.fitting import Fitting
 
 # Mean and standard deviation of red, green and blue in the training images of OpenAI's CLIP.
 MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -89,33 +88,6 @@ def _augment(ink: jax.Array, key: jax.Array) -> jax.Array:
         keys[3], (b, 1, 1, 3), jnp.float32, 1.0 - _CONTRAST, 1.0 + _CONTRAST
     )
     return jnp.clip(jax.vmap(move)(ink, scale, shift) * contrast, 0.0, 1.0)
-
-
-@dataclasses.dataclass(frozen=True)
-class Fitting:
-    """How a picture of any shape becomes a square, in the terms of open_clip's `preprocess_cfg`.
-
-    Attributes:
-      resize_mode: "shortest" scales the shorter side to the size and crops the center, "longest" scales the
-        longer side and adds a border, "squash" changes the shape of the picture.
-      interpolation: "bicubic", "bilinear", or "random": either of them in training, and bicubic otherwise.
-      fill_color: level of the border's red, green and blue, 0 to 255.
-
-    Raises:
-      ValueError: an attribute has another value.
-    """
-
-    resize_mode: str = "shortest"
-    interpolation: str = "bicubic"
-    fill_color: int = 0
-
-    def __post_init__(self) -> None:
-        check_fitting(self)
-
-    @classmethod
-    def of(cls, vision: Any) -> "Fitting":
-        """Reads the attributes of the same names, such as those of a `VisionConfig`."""
-        return cls(*(getattr(vision, field.name) for field in dataclasses.fields(cls)))
 
 
 SHORTEST = Fitting()

@@ -10,7 +10,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from swjax.data.images import MEAN, SHORTEST, STD, Fitting
+from swjax.data.images import MEAN, SHORTEST, STD
+from swjax.fitting import Fitting
 from swjax.models.config import CLIPConfig, TextConfig, VisionConfig
 
 _PREPARE = "prepare the images yourself, and pass this model's configuration as cfg"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from swjax import attention, auto, checkpoint_policies, recipes
+from swjax.fitting import Fitting
 from swjax.recipes import Recipe
 
 ARCHITECTURES = ("clip", "siglip")
@@ -16,8 +17,6 @@ LINEARS = ("attn/q", "attn/k", "attn/v", "attn/out", "mlp/fc1", "mlp/fc2")
 
 DTYPES = ("float32", "bfloat16", "float16")
 ATTENTION = (None, *attention.NAMES)
-RESIZE_MODES = ("shortest", "longest", "squash")
-INTERPOLATIONS = ("bicubic", "bilinear", "random")
 GELUS = ("exact", "tanh", "quick")
 POLICIES = {
     "full": checkpoint_policies.save_weights,
@@ -32,16 +31,7 @@ REMAT = ("none", *POLICIES)
 
 def _check_choice(name: str, value, choices):
     if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, got {value!r:.80}")
-
-
-def check_fitting(settings: Any) -> None:
-    """Raises a ValueError for wrong attributes of a `VisionConfig` or of a `swjax.data.Fitting`."""
-    _check_choice("resize_mode", settings.resize_mode, RESIZE_MODES)
-    _check_choice("interpolation", settings.interpolation, INTERPOLATIONS)
-    given = settings.fill_color
-    if type(given) is not int or not 0 <= given <= 255:
-        raise ValueError(f"fill_color must be a whole number from 0 to 255, got {given!r:.80}")
+        raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, got {value!r}")
 
 
 def _divisor(width: int, most: int) -> int:
@@ -115,7 +105,7 @@ class VisionConfig(TowerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_fitting(self)
+        Fitting.of(self)  # checks them
         if self.patch_size < 1 or self.image_size % self.patch_size:
             size, patch = self.image_size, self.patch_size
             remedy = f": try image_size={max(patch, size - size % patch)}" if patch > 0 else ""

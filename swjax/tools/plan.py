@@ -19,8 +19,8 @@ from ml_collections import ConfigDict
 
 from swjax.data.batches import check_batch_size
 from swjax.data.examples import look
-from swjax.data.images import Fitting
 from swjax.data.skipping import Skips
+from swjax.fitting import Fitting
 from swjax.kernels import chips
 from swjax.kernels.targets import compiling_for
 from swjax.models import clip, sharding
